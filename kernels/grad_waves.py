@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import TANH, rows_and_others, with_slope
+from .elementary import TANH, reciprocal, rows_and_others, with_slope
 from .products import product
 from .tiles import largest_of, load_row, load_tile, program_blocks, store_row, store_tile
 
@@ -25,8 +25,9 @@ WAVES = tl.constexpr(16)
 # What a period has beside the largest |z|, and the largest with which waves fall off in time.
 MARGIN = tl.constexpr(4.8)
 LONGEST_BF16, LONGEST_F16 = tl.constexpr(18.8), tl.constexpr(15.2)
-# Of the gradients of scores, what a tile of wide projections passes on at least.
-LEAST_BF16, LEAST_F16 = tl.constexpr(2.0**-6), tl.constexpr(2.0**-9)
+# Of the gradients of scores, weighed by w_v, what a tile of wide projections passes on at least:
+# roundings of waves are in what it does not pass on as well.
+LEAST = tl.constexpr(2.0**-3)
 
 
 @triton.jit
@@ -70,10 +71,29 @@ def with_turned(
 
 
 @triton.jit
-def gradients_of(tile, r, R, o, O, ROWS_ARE_KEYS: tl.constexpr):
-    """Gradients of scores: those of padded keys are zeros, which go on to a multiple of a tile."""
+def load_others(others, first, last, o_row, h, H, BLOCK_O: tl.constexpr):
+    """Others from ``first`` on, (BLOCK_O,BLOCK_H); zeros from ``last`` on."""
+    o = first + tl.arange(0, BLOCK_O)
+    return load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
+
+
+@triton.jit
+def gradients_of(
+    gradients, g_other, r, R, first, O, ROWS_ARE_KEYS: tl.constexpr, BLOCK_O: tl.constexpr
+):
+    """Gradients of scores, (rows,BLOCK_O). In memory rows of keys go on to a multiple of a tile."""
+    o = first + tl.arange(0, BLOCK_O)
     there = (o < O)[None, :] if ROWS_ARE_KEYS else (r < R)[:, None]
-    return tl.load(tile, mask=there, other=0.0)
+    return tl.load(gradients[:, None] + o.to(tl.int64)[None, :] * g_other, mask=there, other=0.0)
+
+
+@triton.jit
+def gradients_at(gradients, g_other, inside, first, last):
+    """Gradients of scores of eight others, (rows,1,8) in fp32; zeros outside."""
+    o = first + tl.arange(0, 8)
+    at = gradients[:, None] + o.to(tl.int64)[None, :] * g_other
+    g = tl.load(at, mask=inside[:, None] & (o < last)[None, :], other=0.0)
+    return g.to(tl.float32)[:, None, :]
 
 
 @triton.jit(do_not_specialize=["R", "O", "kept_batch"])
@@ -95,31 +115,26 @@ def grad_waves_kernel(
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside, last = rows_and_others(r, R, O, kept, b * kept_batch, ROWS_ARE_KEYS)
     x = load_tile(rows + b * r_batch + r.to(tl.int64) * r_row, inside, h, H)
+    w = load_row(w_v, h, H)
     others += b * o_batch
     gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
-    tiles = gradients[:, None] + tl.arange(0, BLOCK_O).to(tl.int64)[None, :] * g_other
-    tile_step = tl.cast(BLOCK_O, tl.int64) * g_other
     far = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
     for first in range(0, last, BLOCK_O):
-        o = first + tl.arange(0, BLOCK_O)
-        y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
+        y = load_others(others, first, last, o_row, h, H, BLOCK_O)
         far = tl.maximum(far, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
     most = largest_of(x) + largest_of(far)
-    half: tl.constexpr = rows.dtype.element_ty == tl.float16
-    longest: tl.constexpr = LONGEST_F16 if half else LONGEST_BF16
+    longest: tl.constexpr = LONGEST_F16 if rows.dtype.element_ty == tl.float16 else LONGEST_BF16
     slopes, tanhs = tl.zeros_like(x), tl.zeros_like(x)
     period = most + MARGIN
     right = period <= longest
     if right:
         of_cosines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
         of_sines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
-        tile = tiles
+        y = load_others(others, 0, last, o_row, h, H, BLOCK_O)
         for first in tl.range(0, last, BLOCK_O, num_stages=STAGES):
-            o = first + tl.arange(0, BLOCK_O)
-            y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
-            g = gradients_of(tile, r, R, o, O, ROWS_ARE_KEYS)
-            tile += tile_step
+            g = gradients_of(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             cosines, sines = waves(y, period, BLOCK_O, BLOCK_H)
+            y = load_others(others, first + BLOCK_O, last, o_row, h, H, BLOCK_O)
             cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
             sines = tl.reshape(sines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
             of_cosines += product(g, cosines, PRECISION)
@@ -130,41 +145,38 @@ def grad_waves_kernel(
         n = tl.arange(0, WAVES)[None, None, :].to(tl.float32)
         angle = n * (6.283185307179586 / period)
         a = tl.maximum(angle, 1e-6) * 1.5707963267948966
-        factor = 8.0 * a / ((tl.exp(a) - tl.exp(-a)) * period)
+        factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
         factor = tl.where(n == 0.0, 2.0 / period, factor)
         of_slopes = cosines * of_cosines - tl.where(n == 0.0, 0.0, sines) * of_sines
         slopes = tl.sum(of_slopes * factor, axis=2)
         if w_parts is not None:
-            factor = tl.where(n == 0.0, factor, factor / tl.maximum(angle, 1e-6))
+            factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
             tanhs = tl.sum((sines * of_cosines + cosines * of_sines) * factor, axis=2)
-        if most > 3.0:
-            squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
-            for first in range(0, last, BLOCK_O):
-                o = first + tl.arange(0, BLOCK_O)
-                g = gradients_of(tiles, r, R, o, O, ROWS_ARE_KEYS).to(tl.float32)
-                tiles += tile_step
-                squares += g * g
-            least: tl.constexpr = LEAST_F16 if half else LEAST_BF16
-            given = tl.sum(tl.sum(squares, axis=1), axis=0) * (BLOCK_H * least * least)
-            right = tl.sum(tl.sum(slopes * slopes, axis=1), axis=0) >= given
+    if right & (most > 3.0):
+        squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
+        for first in range(0, last, BLOCK_O):
+            g = gradients_of(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
+            squares += g.to(tl.float32) * g.to(tl.float32)
+        passed = slopes * w
+        passed = tl.sum(tl.sum(passed * passed, axis=1), axis=0)
+        right = passed >= tl.sum(tl.sum(squares, axis=1), axis=0) * tl.sum(w * w) * (LEAST * LEAST)
     if not right:
         slope_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
         tanh_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+        y = load_others(others, 0, last, o_row, h, H, 8)
+        g = gradients_at(gradients, g_other, inside, 0, last)
         for first in range(0, last, 8):
-            o = first + tl.arange(0, 8)
-            at = gradients[:, None] + o.to(tl.int64)[None, :] * g_other
-            g = tl.load(at, mask=inside[:, None] & (o < last)[None, :], other=0.0)
-            g = g.to(tl.float32)[:, None, :]
-            y = load_tile(others + o.to(tl.int64) * o_row, o < last, h, H)
             # NaN reaches only the queries that attend to it.
             z = tl.where(g == 0.0, 0.0, x[:, :, None] + tl.trans(y)[None, :, :])
             t, u = with_slope(z, 0.0, TANH, False, NATIVE)
             slope_sums += g * u
             tanh_sums += g * t
+            y = load_others(others, first + 8, last, o_row, h, H, 8)
+            g = gradients_at(gradients, g_other, inside, first + 8, last)
         slopes, tanhs = tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
     if out is not None:
         target = out + (b * R + r) * H
-        store_tile(target, r < R, h, H, slopes * load_row(w_v, h, H))
+        store_tile(target, r < R, h, H, slopes * w)
     if w_parts is not None:
         part = w_parts + (b * row_blocks + block) * H
         store_row(part, h, H, tl.sum(tanhs, axis=0)[None, :])

@@ -21,8 +21,9 @@ def power_of_two(n: int) -> int:
 _CALLS = 1024
 
 # Bytes of scores of many queries at once, where nobody asked for weights.
-# not measured: others; many queries on many keys, with half and twice as many.
-_SCRATCH = 64 << 20
+# measured: gpu-h200.csv, "128 MB of scores: (64,512,1024,256), forward without weights, bfloat16"
+# takes less than "64 MB of scores: (64,512,1024,256), forward without weights, bfloat16".
+_SCRATCH = 128 << 20
 
 
 def query_chunk(batch: int, keys_len: int, least: int) -> int:
@@ -39,10 +40,13 @@ class StepPlan(NamedTuple):
 
 
 # A split backward has at least so many keys.
-# not measured: others; a step of one row and 1000 keys with backward, with 4 and 32.
+# measured: gpu-h200.csv, "8 keys of a split: (1,1,1000,512), backward, bfloat16" is the least of
+# "4 keys of a split: (1,1,1000,512), backward, bfloat16" to
+# "32 keys of a split: (1,1,1000,512), backward, bfloat16".
 _GRAD_KEYS = 8
 # Tiles of a split that fp32 adds up one after the other: roundings grow with the sum.
-# not measured: the time that this costs; "triton: pooling" in fp32 with twice as many.
+# measured: gpu-h200.csv, it costs nothing: "128 tiles in turn: (1,1,40000,512), forward, float32",
+# "256 tiles in turn: (1,1,40000,512), forward, float32".
 _MOST_IN_TURN = 128
 
 
@@ -53,15 +57,17 @@ def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int
 
 
 # Queries of a `decode_kernel` that projects its features, each of them anew.
-# not measured: no row has features; steps of 3 and 4 queries with 32 of them.
-OWN_FEATURES = 3
+# measured: gpu-h200.csv, "features inside: (64,2,200,128), 32 features, forward, bfloat16" is
+# ahead, "features inside: (64,3,200,128), 32 features, forward, bfloat16" is not.
+OWN_FEATURES = 2
 
 
 # A launch projects up to so many queries, where each program reads at most so many bytes of W_q,
 # times the queries.
-# not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
-# W_q inside and in front would tell.
-_OWN_QUERIES, _OWN_WEIGHT = 4, 16 * 1024
+# measured: gpu-h200.csv, "triton, W_q inside: (64,1,50,256), forward, bfloat16" takes less than
+# "triton, W_q in front: (64,1,50,256), forward, bfloat16", and so do fewer units; larger W_q and
+# several queries are not measured: steps of 512 units, and 4 queries of 128.
+_OWN_QUERIES, _OWN_WEIGHT = 4, 128 * 1024
 
 
 def projects_queries(queries_len: int, query_size: int, hidden: int, size: int) -> bool:
@@ -192,14 +198,16 @@ class TermsPlan(NamedTuple):
 
 
 # Bytes of terms of 16 bits that are made at once, but of one row of the batch at least.
-# not measured: others; (256,100,400,1024) with half and twice as many.
+# measured: gpu-h200.csv, "512 MB of terms: (256,100,400,1024), forward without weights, bfloat16"
+# gains little over "256 MB of terms: (256,100,400,1024), forward without weights, bfloat16".
 _TERMS = 256 << 20
 
 
 def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool) -> TermsPlan:
     """Of `terms_kernel` and `terms_scores_kernel`: 64 x 64 scores; where those are few, 16 x 64.
 
-    Then the hidden units may be split as well; the splits meet in `softmax_kernel`.
+    Then the hidden units may be split as well; the splits meet in `softmax_kernel`. Four are faster
+    than eight (gpu-h200.csv, "terms of 16 queries, ...").
     """
 
     def programs(block_q: int) -> int:
@@ -208,7 +216,7 @@ def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool)
     block_q, splits = min(max(power_of_two(queries_len), 16), 64), 1
     if programs(block_q) < 256:
         block_q = 16
-        while split and splits < 8 and programs(block_q) * splits < 768 and hidden >= 64 * splits:
+        while split and splits < 4 and programs(block_q) * splits < 768 and hidden >= 64 * splits:
             splits *= 2
     quads = -(-hidden // (8 * splits)) * 2 * splits
     rows = max(_TERMS // (32 * quads * (queries_len + keys_len)), 1)
@@ -265,16 +273,29 @@ def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
 
 # Rows of gradients of scores have a multiple of as many, so that `grad_waves_kernel` reads them in
 # vectors; as many rows it takes at most.
-# not measured: others; (16,512,512,512) with 64.
+# measured: gpu-h200.csv, "tiles of 128: (16,512,512,512), backward, bfloat16" takes less than
+# "tiles of 64: (16,512,512,512), backward, bfloat16".
 WHOLE_TILES = 128
+# Queries and keys from which gradients in 16 bits are products of waves: of fewer, waves are made
+# for too few gradients each.
+# measured: gpu-h200.csv, "waves: (4,128,128,512), backward, bfloat16" takes less than
+# "tanh: (4,128,128,512), backward, bfloat16", and "waves: (64,100,100,512), backward, bfloat16"
+# more than "tanh: (64,100,100,512), backward, bfloat16".
+_LEAST_BY_WAVES = 128
 
 
-def grad_waves(rows_len: int, others_len: int) -> dict[str, Any]:
-    """Of `grad_waves_kernel`: products of all rows, as far as 128, and 128 waves, 4 units'.
+def pays_by_waves(queries_len: int, keys_len: int) -> bool:
+    """Whether `grad_waves_kernel` is faster than `grad_tanh_kernel`."""
+    return min(queries_len, keys_len) >= _LEAST_BY_WAVES
 
-    not measured: 8 units, tiles of 32 others, 2 stages; (16,512,512,512) and (32,33,34,1024).
+
+def grad_waves(rows_len: int, others_len: int, hopper: bool) -> dict[str, Any]:
+    """Of `grad_waves_kernel`: up to 128 rows, 64 others and 64 waves, 4 units'; twice on Hopper.
+
+    There that is the fastest (gpu-h200.csv, "waves of 8 units, ..."); elsewhere it takes too many
+    registers.
     """
     block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
     block_o = min(max(power_of_two(others_len), 16), 64)
-    blocks = {"BLOCK_R": block_r, "BLOCK_O": block_o, "BLOCK_H": 4, "STAGES": 3}
-    return blocks | {"num_warps": 8 if block_r >= 64 else 4}
+    tile = {"BLOCK_H": 8, "STAGES": 2} if hopper else {"BLOCK_H": 4, "STAGES": 3}
+    return {"BLOCK_R": block_r, "BLOCK_O": block_o, **tile, "num_warps": 8 if block_r >= 64 else 4}

@@ -16,12 +16,14 @@ import triton
 import triton.language as tl
 
 from .elementary import TWO_LOG2_E, four_of, kept_keys, reciprocal, tanh_direct
+from .products import product
 from .tiles import VARYING, load_row, load_tile, program_blocks
 
 # Terms are stored times this, so that fp16 has them to 2^-29 in full, and to 2^-39 in part.
-UNIT = tl.constexpr(32768.0)
-# Denominators, of two such, down to which what fp16 drops of their terms is a rounding of the sum.
-LEAST = tl.constexpr(2.0)
+UNIT = tl.constexpr(2.0**15)
+# The same of terms in fp32, and what a denominator of two such is at least: less than 2^-26 of it
+# vanished with terms below 2^-126.
+WIDE_UNIT, LEAST_WIDE = tl.constexpr(2.0**60), tl.constexpr(2.0**-40)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -33,7 +35,8 @@ def terms_kernel(
 
     Args:
         q_terms: (B,quads,Tq,16) in fp16, as ``k_terms``; 4 quads are at least the hidden units.
-        w_terms: (quads,16) in fp16, divided by ``w_scale`` (1,), a power of two from the largest.
+        w_terms: (quads,16) in fp16, divided by the first of ``w_scale`` (2,), a power of two from
+            the largest. The second is the sum of squares of w_v, divided likewise.
         rows: blocks of rows of the queries.
     """
     blocks = tl.cdiv(quads, BLOCK_U)
@@ -51,6 +54,20 @@ def terms_kernel(
 
 
 @triton.jit
+def terms_of(value, scale, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """Terms of projections (ROWS,4 UNITS), times a scale: (ROWS,UNITS,16) in fp32."""
+    small = tl.exp2(tl.minimum(value * TWO_LOG2_E, value * -TWO_LOG2_E))
+    below = four_of(tl.where(value > 0.0, small, 1.0), ROWS, 4 * UNITS)
+    above = four_of(tl.where(value > 0.0, 1.0, small), ROWS, 4 * UNITS)
+    choice = tl.arange(0, 16)[None, None, :]
+    term = tl.full([ROWS, UNITS, 16], scale, tl.float32)
+    for n in tl.static_range(4):
+        upper = (choice >> n) & 1 == 1
+        term *= tl.where(upper, above[n][:, :, None], below[n][:, :, None])
+    return term
+
+
+@triton.jit
 def terms_of_rows(
     x, out, block, first, T, H, quads, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr
 ):
@@ -60,14 +77,8 @@ def terms_of_rows(
     t = block % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = first * 4 + tl.arange(0, 4 * BLOCK_U)
     value = load_tile(x + b * x_batch + t.to(tl.int64) * x_row, t < T, h, H)
-    small = tl.exp2(tl.minimum(value * TWO_LOG2_E, value * -TWO_LOG2_E))
-    below = four_of(tl.where(value > 0.0, small, 1.0), BLOCK_R, 4 * BLOCK_U)
-    above = four_of(tl.where(value > 0.0, 1.0, small), BLOCK_R, 4 * BLOCK_U)
+    term = terms_of(value, UNIT, BLOCK_R, BLOCK_U)
     choice = tl.arange(0, 16)[None, None, :]
-    term = tl.full([BLOCK_R, BLOCK_U, 16], UNIT, tl.float32)
-    for n in tl.static_range(4):
-        upper = (choice >> n) & 1 == 1
-        term *= tl.where(upper, above[n][:, :, None], below[n][:, :, None])
     u = first + tl.arange(0, BLOCK_U)
     at = ((b * quads + u)[None, :, None] * T + t[:, None, None]) * 16 + choice
     inside = (t < T)[:, None, None] & (u < quads)[None, :, None]
@@ -83,7 +94,12 @@ def weigh_choices(w_v, out, scale, first, H, quads, BLOCK_U: tl.constexpr):
         most = tl.maximum(most, tl.maximum(w * 4.0, w * -4.0))
     largest = tl.minimum(tl.maximum(tl.max(tl.max(most, axis=1), axis=0), 1e-30), 1e30)
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+    squares = tl.zeros([1, 512], tl.float32)
+    for h0 in range(0, H, 512):
+        w = load_row(w_v, h0 + tl.arange(0, 512), H) / power
+        squares += w * w
     tl.store(scale, power)
+    tl.store(scale + 1, tl.sum(tl.sum(squares, axis=1), axis=0))
     of_unit = four_of(
         load_row(w_v, first * 4 + tl.arange(0, 4 * BLOCK_U), H) / power, 1, 4 * BLOCK_U
     )
@@ -96,17 +112,73 @@ def weigh_choices(w_v, out, scale, first, H, quads, BLOCK_U: tl.constexpr):
     tl.store(out + u * 16 + choice, total.to(tl.float16), mask=u < quads)
 
 
+@triton.jit
+def wide_scores(
+    query_rows, key_rows, w_v, power, first, end, H, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scores over quads from ``first`` to ``end`` over ``power``, and the least denominator.
+
+    From the projections, by terms that nobody stores: in fp32's range, to twice bf16's precision.
+    """
+    choice = tl.arange(0, 16)[None, :]
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
+    for h0 in range(4 * first, tl.minimum(4 * end, H), 4):
+        h = (h0 + tl.arange(0, 4))[None, :]
+        a = tl.load(query_rows[:, None] + h, mask=h < H, other=0.0).to(tl.float32)
+        c = tl.load(key_rows[:, None] + h, mask=h < H, other=0.0).to(tl.float32)
+        a = tl.reshape(terms_of(a, WIDE_UNIT, BLOCK_Q, 1), BLOCK_Q, 16)
+        c = tl.trans(tl.reshape(terms_of(c, WIDE_UNIT, BLOCK_K, 1), BLOCK_K, 16))
+        weight = tl.zeros([1, 16], tl.float32)
+        for n in tl.static_range(4):
+            w = tl.load(w_v + h0 + n, mask=h0 + n < H, other=0.0).to(tl.float32) / power
+            weight += tl.where((choice >> n) & 1 == 1, w, -w)
+        below = wide_product(a, c, PRECISION)
+        total += wide_product(a * weight, c, PRECISION) * reciprocal(below, NATIVE)
+        least = tl.minimum(least, below)
+    return total, least
+
+
+@triton.jit
+def wide_product(x, y, PRECISION: tl.constexpr):
+    """X (M,K) @ y (K,N) of fp32 to 2^-16 of the largest summand, by bf16 on tensor cores."""
+    x0, y0 = x.to(tl.bfloat16), y.to(tl.bfloat16)
+    x1, y1 = (x - x0.to(tl.float32)).to(tl.bfloat16), (y - y0.to(tl.float32)).to(tl.bfloat16)
+    rest = product(x1, y0, PRECISION, product(x0, y1, PRECISION))
+    return product(x0, y0, PRECISION, rest)
+
+
+@triton.jit
+def is_right(total, least, there, power, size, share, least_allowed, RAW: tl.constexpr):
+    """Whether errors of ``share`` of |w_v| and of ``least_allowed`` over ``least`` may stay.
+
+    They are weighed against half of what the scores of a row differ by; NaN may not.
+    """
+    highest = tl.max(tl.where(there, total, -float("inf")), axis=1)
+    lowest = tl.min(tl.where(there, total, float("inf")), axis=1)
+    spread = 0.5 * tl.max(highest - lowest, axis=0)
+    if not RAW:  # a softmax takes differences as they are
+        spread = tl.maximum(spread, 1.0 / power)
+    least = tl.min(tl.min(tl.where(there, least, float("inf")), axis=1), axis=0)
+    return (spread * spread >= share * share * size) & (least * spread >= least_allowed)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def terms_scores_kernel(
     queries, keys, w_v, q_terms, k_terms, w_terms, w_scale, scores, Tq, Tk, H, quads, splits,
-    q_batch, q_row, k_batch, k_row, lens, lens_batch, lens_row, NATIVE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    q_batch, q_row, k_batch, k_row, lens, lens_batch, lens_row, RAW: tl.constexpr,
+    PRECISION: tl.constexpr, NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """scores[b,i,split,j] = w_v . tanh(queries[b,i] + keys[b,j]) over a split of the hidden units.
 
-    One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys may not be written. A tile is
-    computed anew, unit by unit, if a denominator is small, or if the scores are: their error is
-    about a rounding in fp16 of terms as large as w_v, eager's is one of the scores.
+    One program: BLOCK_Q queries, BLOCK_K keys. Scores of padded keys may not be written.
+
+    Scores have an error of a rounding in fp16 of |w_v|, and of w_v by 2^-10 over a denominator. In
+    eager code it is a rounding of half of what the scores of a row differ by: what is alike in all
+    of them does not reach the weights, nor do roundings of ones, unless scores are wanted ``RAW``.
+    A tile in which the first may be larger is computed anew.
     """
     column, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K) * splits, tl.cdiv(Tq, BLOCK_Q))
     split, k0 = column % splits, column // splits * BLOCK_K
@@ -120,10 +192,11 @@ def terms_scores_kernel(
     first = split * each
     s = tl.arange(0, 16)
     # Rows past the end read the last one, which costs nothing.
-    a_at = tl.minimum(i, Tq - 1)[:, None] * 16 + s[None, :]
-    c_at = tl.minimum(j, Tk - 1)[None, :] * 16 + s[:, None]
+    query, key = tl.minimum(i, Tq - 1), tl.minimum(j, Tk - 1)
+    a_at, c_at = query[:, None] * 16 + s[None, :], key[None, :] * 16 + s[:, None]
     a, c = q_terms + (b * quads + first) * Tq * 16, k_terms + (b * quads + first) * Tk * 16
     weight = w_terms + first * 16
+    a_step, c_step = tl.cast(Tq, tl.int64) * 32, tl.cast(Tk, tl.int64) * 32
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
     for _ in tl.range(0, each, 2, num_stages=STAGES):
@@ -133,30 +206,26 @@ def terms_scores_kernel(
         d1, n1 = tl.dot(a1, c1), tl.dot(a1 * tl.load(weight + 16 + s)[None, :], c1)
         total += (n0 * d1 + n1 * d0) * reciprocal(d0 * d1, NATIVE)
         least = tl.minimum(least, tl.minimum(d0, d1))
-        a += Tq * 32
-        c += Tk * 32
+        a += a_step
+        c += c_step
         weight += 32
     there = real[:, None] & (j[None, :] < kept[:, None])
-    squares = tl.zeros([64, 16], tl.float32)
-    for u0 in range(first, first + each, 64):
-        u = u0 + tl.arange(0, 64)[:, None]
-        w = tl.load(w_terms + u * 16 + s[None, :], mask=u < first + each, other=0.0).to(tl.float32)
-        squares += w * w
-    size = tl.sum(tl.sum(squares, axis=1), axis=0) * 0.0625  # of w_v, squared
-    most = tl.max(tl.max(tl.where(there, tl.abs(total), 0.0), axis=1), axis=0)
-    least = tl.min(tl.min(tl.where(there, least, LEAST), axis=1), axis=0)
-    share: tl.constexpr = 0.5 if queries.dtype.element_ty == tl.float16 else 0.0625
-    if (least >= LEAST) & (most * most >= share * share * size):
-        total *= tl.load(w_scale)
-    else:
-        total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-        query = queries + b * q_batch + i.to(tl.int64) * q_row
-        key = keys + b * k_batch + j.to(tl.int64) * k_row
-        for h in range(first * 4, tl.minimum((first + each) * 4, H)):
-            a_h = tl.load(query + h, mask=real, other=0.0).to(tl.float32)
-            c_h = tl.load(key + h, mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(w_v + h).to(tl.float32)
-            total += w * tanh_direct(a_h[:, None] + c_h[None, :], NATIVE)
+    power, size = tl.load(w_scale), tl.load(w_scale + 1)
+    share: tl.constexpr = 2.0**-1 if queries.dtype.element_ty == tl.float16 else 2.0**-4
+    if not is_right(total, least, there, power, size, share, 2.0 * share, RAW):
+        query_rows = queries + b * q_batch + query.to(tl.int64) * q_row
+        key_rows = keys + b * k_batch + key.to(tl.int64) * k_row
+        end = first + each
+        total, least = wide_scores(
+            query_rows, key_rows, w_v, power, first, end, H, PRECISION, NATIVE, BLOCK_Q, BLOCK_K
+        )
+        if not is_right(total, least, there, power, size, share * 2.0**-5, LEAST_WIDE, RAW):
+            total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            for h in range(4 * first, tl.minimum(4 * end, H)):
+                a_h = tl.load(query_rows + h).to(tl.float32)
+                c_h = tl.load(key_rows + h).to(tl.float32)
+                w = tl.load(w_v + h).to(tl.float32) / power
+                total += w * tanh_direct(a_h[:, None] + c_h[None, :], NATIVE)
     row = (b * Tq + query_block * BLOCK_Q) * splits + split
     at = tl.arange(0, BLOCK_Q)[:, None] * (splits * Tk) + j[None, :]
-    tl.store(scores + row * Tk + at, total, mask=real[:, None] & inside[None, :])
+    tl.store(scores + row * Tk + at, total * power, mask=real[:, None] & inside[None, :])

@@ -129,7 +129,7 @@ assert seq2seq is bf.seq2seq and not hasattr(bf, "seq2sec")
 UNTOUCHED = """
 import inspect, sys, torch
 from torch import nn
-import torch._functorch.eager_transforms, torch.utils.data  # what nobody has imported has no functions
+import torch._functorch.eager_transforms, torch.utils.data  # else they have no functions yet
 
 def functions():
     found = {}

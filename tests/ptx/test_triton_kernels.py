@@ -12,6 +12,7 @@ from cases import every, measured, on
 from contract import LARGE
 from machine.parse import PtxError
 from parity import Case, measure
+from projected import case_of
 from tritoned import TritonPtx
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
@@ -41,6 +42,12 @@ def test_rectifiers_are_right(queries):
     sizes = {**LARGE, "Tq": queries, "activation": "leaky_relu", "negative_slope": 0.2}
     shares = measure(Case(**sizes), torch.bfloat16, on(TritonPtx("90")))
     assert max(shares.values()) <= 1
+
+
+@pytest.mark.parametrize("kind", ["opposite 4.0 0.1", "normal 30.0", "far 20.0 1.0"])
+def test_tiles_that_are_computed_again(kind):
+    case = case_of(kind, torch.bfloat16, B=1, Tq=18, Tk=20)
+    assert max(measure(case, torch.bfloat16, on(TritonPtx("90"))).values()) <= 1
 
 
 def edited(text, instruction, number, new):

@@ -80,7 +80,10 @@ class TritonPtx(PtxCalls):
             target_is(target),
             patch.object(CompiledKernel, "run", property(self._runner)),
             patch.object(CompiledKernel, "launch_metadata", return_value=None),
-            patch.object(call, "gpu", lambda _: (self.multiprocessors, SHARED[target])),
+            patch.object(
+                call, "gpu", lambda _: (self.multiprocessors, SHARED[target], self.arch == "90")
+            ),
+            patch.object(plans, "pays_by_waves", return_value=True),  # of few as of many
             patch.object(torch, "empty", _empty),
         ):
             yield

@@ -53,15 +53,17 @@ PROJECTIONS = {
     },
     **{f"saturated {x}": saturated(x) for x in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)},
     **{f"far {x} {y}": one_far(x, y) for x in (6.0, 20.0) for y in (0.1, 1.0)},
+    "all 8.0": lambda draw: (torch.full_like(draw("queries"), 8.0), 0.3 * draw("keys")),
     **{f"alike {x}": alike(x) for x in (1e-3, 0.1, 1.0, 3.0)},
 }
 
 
 @dataclass
 class Projected(Case):
-    """Projections as one of them draws them."""
+    """Projections as one of them draws them; w_v of the unit that is far, among small ones."""
 
     kind: str = ""
+    far_weight: float = 0.0
 
     def draw(self, dtype):
         drawn = super().draw(dtype)
@@ -69,6 +71,9 @@ class Projected(Case):
         for name, x in zip(("queries", "keys"), projections, strict=True):
             drawn[name] = x.to(dtype).double()
         drawn["w_q"] = drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
+        if self.far_weight:
+            drawn["w_v"] = torch.full((1, self.H), 0.1, dtype=dtype).double()
+            drawn["w_v"][0, 3] = self.far_weight
         return drawn
 
 

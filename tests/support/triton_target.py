@@ -85,7 +85,7 @@ def target_is(target):
     try:
         with (
             patch.object(call, "native", lambda: target.startswith("sm")),
-            patch.object(call, "gpu", lambda _: (132, SHARED[target])),
+            patch.object(call, "gpu", lambda _: (132, SHARED[target], target == "sm_90")),
             patch.object(launch, "plans", {}),
         ):
             yield

@@ -12,7 +12,8 @@ from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
 pytestmark = pytest.mark.thorough
 
 # (B,Tq,Tk,H,Dv) of the acceptance shapes; one of odd sizes needs every mask.
-FEW = ((256, 1, 400, 512, 512), (16, 4, 50, 512, 512), (16, 512, 512, 512, 512))
+FEW = ((256, 1, 400, 512, 512), (16, 4, 50, 512, 512), (64, 50, 50, 512, 512))
+FEW += ((16, 512, 512, 512, 512),)
 REAL = ((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in (*LIST, *STEPS_ON_MEMORY))
 ALL = tuple(dict.fromkeys((*FEW, (3, 17, 53, 71, 29), *REAL)))
 # Deep: every real shape in one dtype on one target, the acceptance shapes elsewhere, each target
@@ -21,7 +22,7 @@ QUICK = ("sm_90", torch.bfloat16, FEW)
 DEEP = [
     ("sm_90", torch.bfloat16, ALL),
     *((target, torch.float32, FEW) for target in ("sm_80", "sm_90", "gfx942")),
-    ("sm_80", torch.bfloat16, FEW),
+    *((target, torch.bfloat16, FEW) for target in ("sm_80", "sm_86", "sm_100")),
     *((target, torch.float16, FEW) for target in ("sm_90", "sm_100")),
 ]
 KERNELS = {"decode", "softmax", "grad_weights", "grad_softmax", "step_values", "step_keys"}
@@ -42,14 +43,13 @@ def run(request):
 
 def test_every_kernel_fits_and_nothing_spills(run):
     target, dtype, kernels = run
-    tanh = {"terms", "terms_scores", "grad_waves"}
+    tanh = {"terms", "terms_scores", "grad_waves", "tables", "grad_tanh"}
     if dtype == torch.float32:
         tanh = {"tables", "scores", "grad_tanh", "grad_values"}
     assert {kernel.name for kernel in kernels} >= KERNELS | tanh
     for kernel in kernels:
         assert kernel.shared <= SHARED[target], kernel.made
         assert kernel.spills == 0, kernel.made
-        assert kernel.stack <= 16, kernel.made  # four registers, outside of loops
 
 
 def of_half_types_on_sm_90(run, name):

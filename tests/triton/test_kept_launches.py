@@ -33,6 +33,7 @@ from warmed_up import call
 import bahdanau_fast
 from bahdanau_fast.backends.triton import launch
 from bahdanau_fast.backends.triton.call import DTYPES, gpu
+from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.attention import (
     attend_scores,
     attend_scores_backward,
@@ -215,7 +216,8 @@ def drawn_launches(calls, again):
 
 
 @pytest.mark.parametrize("many", [1, pytest.param(20, marks=pytest.mark.deep)])
-def test_a_repeated_call_launches_what_the_first_did(many):
+def test_a_repeated_call_launches_what_the_first_did(monkeypatch, many):
+    monkeypatch.setattr(plans, "_LEAST_BY_WAVES", 17)
     calls = [*itertools.product(range(12 * many), range(40))] * 3
     random.Random(many).shuffle(calls)
     plan = launch.Recorder.plan
@@ -331,20 +333,30 @@ def test_many_queries_take_few_launches():
         assert [name for name, *_ in launches] == before + names
 
 
-def test_gradients_of_many_queries_take_few_launches():
-    with noted() as launches:
+@pytest.mark.parametrize("by_waves", [True, False])
+def test_gradients_of_many_queries_take_few_launches(by_waves):
+    with noted() as launches, patch.object(plans, "pays_by_waves", return_value=by_waves):
         call(attention_backward, **backward_of(large(17)))
     names = ["grad_weights", "grad_softmax", "grad_waves", "step_sums", "grad_waves"]
+    if not by_waves:
+        names[2:] = ["tables", "grad_tanh", "step_sums", "tables", "grad_tanh"]
     assert [name for name, *_ in launches] == [f"{name}_kernel" for name in names]
+
+
+def test_waves_are_for_long_sequences():
+    """Of short ones they are made for too few gradients each."""
+    sizes = itertools.product((17, 127, 128, 512), (34, 127, 128, 512))
+    taken = [each for each in sizes if plans.pays_by_waves(*each)]
+    assert taken == [(128, 128), (128, 512), (512, 128), (512, 512)]
 
 
 @pytest.mark.parametrize(
     ("said", "shared"), [({"shared_memory_per_block_optin": 101376}, 101376), ({}, 65536)]
 )
 def test_what_a_gpu_has(monkeypatch, said, shared):
-    properties = SimpleNamespace(multi_processor_count=78, **said)
+    properties = SimpleNamespace(multi_processor_count=78, major=9, **said)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert gpu.__wrapped__(torch.device("cuda:0")) == (78, shared)
+    assert gpu.__wrapped__(torch.device("cuda:0")) == (78, shared, True)
 
 
 def test_a_plan_holds_no_tensors():

@@ -2,10 +2,12 @@
 
 import re
 import tempfile
+from collections import Counter
 from contextlib import contextmanager
 from functools import cached_property, partial
 from unittest.mock import patch
 
+import networkx
 import torch
 import triton
 from machine_code import run_tool
@@ -36,14 +38,21 @@ class Kernel:
             return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", self.made.asm["amdgcn"])[1])
         if self.stack == 0:  # disassembling takes longer
             return 0
-        lines, labels, inside = self.sass.splitlines(), {}, set()
-        for number, line in enumerate(lines):
-            if label := re.match(r"(\.L_x_\d+):", line.strip()):
-                labels[label[1]] = number
-            target = re.search(r"\bBRA.*`\((\.L_x_\d+)\)", line)
-            if target and target[1] in labels:
-                inside.update(range(labels[target[1]], number))
-        return sum(bool(re.search(r"\b(?:STL|LDL)\b", lines[number])) for number in inside)
+        flow, local, here = networkx.DiGraph(), Counter(), 0  # blocks by their first line
+        for number, line in enumerate(self.sass.splitlines()):
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                flow.add_edge(here, label[1])
+                here = label[1]
+            local[here] += bool(re.search(r"\b(?:STL|LDL)\b", line))
+            if jump := re.search(r"(@!?U?P\w+ +)?(?:BRA\S*|EXIT)\b(?:.*`\((\.L_x_\d+)\))?", line):
+                flow.add_edge(here, jump[2] or "end")
+                if jump[1]:
+                    flow.add_edge(here, number)
+                here = number
+        loops = networkx.strongly_connected_components(flow)
+        return sum(
+            local[x] for blocks in loops for x in blocks if flow.has_edge(x, x) or blocks > {x}
+        )
 
     @cached_property
     def stack(self):

@@ -215,7 +215,9 @@ def _of_many(call: Call, grads: _Gradients) -> None:
     grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
-    if not (call.precise or call.given["ACTIVATION"]):
+    if not (call.precise or call.given["ACTIVATION"]) and plans.pays_by_waves(
+        usual(call.queries_len), usual(call.keys_len)
+    ):
         padded = -(-call.keys_len // plans.WHOLE_TILES) * plans.WHOLE_TILES
         grad_scores = call.steps.new(*shape[:2], padded, dtype=call.dtype)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
@@ -278,7 +280,8 @@ def _pass(
         )
         units = 2 * blocks["BLOCK_H"]
     else:
-        kernel, blocks = grad_waves_kernel, plans.grad_waves(usual(rows_len), usual(others_len))
+        lengths_of = usual(rows_len), usual(others_len)
+        kernel, blocks = grad_waves_kernel, plans.grad_waves(*lengths_of, call.hopper)
         units = blocks["BLOCK_H"]
     row_blocks, hidden_blocks = -(-rows_len // blocks["BLOCK_R"]), -(-call.hidden // units)
     if grad_w is not None:

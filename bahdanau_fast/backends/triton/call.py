@@ -72,7 +72,7 @@ class Call:
         sizes = self.queries_len, self.hidden, self.value_size
         self.is_step = {*map(type, sizes)} == {int} and is_gpu_step(*sizes)
         self.size, self.dtype = queries.element_size(), queries.dtype
-        self.processors, self.shared = gpu(queries.device)
+        self.processors, self.shared, self.hopper = gpu(queries.device)
         self.queries, self.keys, values = map(self.rows, (queries, keys, values))
         self.w_v, self.features, self.w_f = self.whole(w_v), None, None
         if features is not None and w_f is not None:
@@ -266,9 +266,10 @@ def native() -> bool:
 
 
 @functools.cache
-def gpu(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and bytes of shared memory that a block may have there."""
+def gpu(device: torch.device) -> tuple[int, int, bool]:
+    """Multiprocessors, bytes of shared memory that a block may have, and whether it is a Hopper."""
     if device.type != "cuda":  # kernels are interpreted
-        return 132, _SHARED
+        return 132, _SHARED, False
     has = torch.cuda.get_device_properties(device)
-    return has.multi_processor_count, getattr(has, "shared_memory_per_block_optin", _SHARED)
+    shared: int = getattr(has, "shared_memory_per_block_optin", _SHARED)
+    return has.multi_processor_count, shared, native() and has.major == 9

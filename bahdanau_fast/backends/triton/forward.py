@@ -148,7 +148,7 @@ class _Scratch:
     """Memory for the scores of up to so many queries, and for what they are made of."""
 
     def __init__(self, call: Call, most: int, split: bool = True) -> None:
-        new, self.splits = call.steps.new, 1
+        new, self.splits, self.raw = call.steps.new, 1, not split
         self.by_terms = not (call.precise or call.given["ACTIVATION"])
         if self.by_terms:
             plan = self.plan = plans.terms(
@@ -162,7 +162,7 @@ class _Scratch:
                 "q_terms": new(self.rows, plan.quads, most, 16, **half),
                 "k_terms": new(self.rows, plan.quads, call.keys_len, 16, **half),
                 "w_terms": new(plan.quads, 16, **half),
-                "w_scale": new(1),
+                "w_scale": new(2),
             }
         else:
             self.table = new_table(call, most)
@@ -233,7 +233,8 @@ def _by_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
         call.launch(terms_kernel, programs, rows=blocks[0], quads=plan.quads, **some, **plan.tables)
         call.launch(
             terms_scores_kernel, rows * count,
-            scores=scores, quads=plan.quads, splits=plan.splits, **some, **plan.blocks,
+            scores=scores, quads=plan.quads, splits=plan.splits, RAW=scratch.raw, **some,
+            **plan.blocks,
         )  # fmt: skip
 
 

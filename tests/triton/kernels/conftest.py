@@ -50,6 +50,8 @@ if INTERPRETED:
             if DEEP.match(item.name):
                 item.add_marker(pytest.mark.deep)
 
+    import numpy as np
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patched = set()
@@ -65,6 +67,16 @@ if INTERPRETED:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+    cast_impl = interpreter.InterpreterBuilder.cast_impl
+
+    def rounded_cast(self, src, dst):
+        """fp32 to bf16 by the nearest, ties to even, as GPUs do: the interpreter cuts bits off."""
+        if (src.dtype.scalar, dst.scalar) != (tl.float32, tl.bfloat16):
+            return cast_impl(self, src, dst)
+        rounded = torch.from_numpy(np.array(src.data)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.cast_impl = rounded_cast
 elif torch.cuda.is_available():
     parity.DEVICE = "cuda"
 else:

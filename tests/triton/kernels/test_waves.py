@@ -1,7 +1,7 @@
 """Gradients of many queries in 16 bits, whatever the projections are: by waves, or one by one.
 
 The kernel decides from the largest projections, and from what comes of the gradients, in each tile.
-Those of few queries, which take tanh itself, are judged beside them.
+Those of few queries and of short sequences, which take tanh itself, are judged beside them.
 """
 
 import itertools
@@ -11,13 +11,37 @@ import pytest
 import torch
 from projected import PROJECTIONS, case_of
 
+from bahdanau_fast.kernels import plans
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [(*case, dtype) for case in itertools.product(PROJECTIONS, (2, 37)) for dtype in DTYPES]
 # 1.004 times what is allowed: eager's slopes are one there, without a rounding.
 CASES.remove(("opposite 0.01 0.01", 37, torch.float32))
 
 
-@pytest.mark.parametrize(("kind", "queries", "dtype"), CASES, ids=str)
-def test_projections(kind, queries, dtype):
-    case = case_of(kind, dtype, Tq=queries)
+def check(case, dtype):
     parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"))
+
+
+@pytest.fixture(params=[True, False], ids=["waves", "tanh"])
+def by_waves(request, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_waves", lambda *_: request.param)
+
+
+@pytest.mark.parametrize(("kind", "queries", "dtype"), CASES, ids=str)
+def test_projections(kind, queries, dtype, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_waves", lambda *_: True)
+    check(case_of(kind, dtype, Tq=queries), dtype)
+
+
+# Kind, hidden units, w_v of the far one: an offset of all scores, which a softmax does not see;
+# units past the last, whose slopes are one; and one saturated unit, which outweighs all others.
+SEEM_RIGHT = [("far 6.0 0.1", 8, 64.0), *(("all 8.0", n, 0.0) for n in (1, 2, 3, 5))]
+SEEM_RIGHT += [("far 6.0 0.1", 4, 10.0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("kind", "hidden", "weight"), SEEM_RIGHT)
+def test_tiles_that_seem_right(kind, hidden, weight, dtype, by_waves):
+    sizes = {"B": 1, "Tq": 18, "Tk": 20, "H": hidden, "Dq": hidden, "Dk": hidden, "Dv": 3}
+    check(case_of(kind, dtype, **sizes, far_weight=weight), dtype)
