@@ -7,6 +7,7 @@ they would be launched.
 import itertools
 import random
 import sys
+import weakref
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -348,6 +349,46 @@ def test_waves_are_for_long_sequences():
     sizes = itertools.product((17, 127, 128, 512), (34, 127, 128, 512))
     taken = [each for each in sizes if plans.pays_by_waves(*each)]
     assert taken == [(128, 128), (128, 512), (512, 128), (512, 512)]
+
+
+def test_memory_of_a_piece_is_free_before_the_next(monkeypatch):
+    """As many tensors live at the launches of a call, of the same again, and of a repeated one."""
+    keys = torch.zeros(2, 70, 16, dtype=torch.bfloat16)
+    given = {"queries": keys, "keys": keys, "values": keys, "w_v": keys[0, :1]}
+    monkeypatch.setattr(plans, "query_chunk", lambda *_: 17)
+    seen, living = weakref.WeakValueDictionary(), []
+
+    def note(_, *arguments):
+        seen.update({id(x): x for x in arguments if isinstance(x, torch.Tensor)})
+        living.append(len({x.untyped_storage().data_ptr() for x in seen.values()}))
+
+    monkeypatch.setattr(Stub, "_note", note)
+    with noted():
+        for _ in range(4):
+            call(attention, **given, need_weights=False)
+            seen.clear()
+    assert len(living) == 4 * 3 * 5  # kernels of as many pieces
+    peaks = [max(living[15 * n :][:15]) for n in range(4)]
+    assert peaks == peaks[:1] * 4, living
+    assert living[-1] <= max(living[:3]) + 1, living
+
+
+@pytest.mark.parametrize("instrumented", [True, False])
+def test_what_a_profiler_compiles_is_not_launched_again(monkeypatch, instrumented):
+    """Kernels of a watched call may be instrumented: they are nobody's plan."""
+    given, seen = large(1), []
+    with noted():
+        if instrumented:
+            monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "proton")
+        else:
+            triton.knobs.runtime.launch_enter_hook.add(seen.append)
+        try:
+            for _ in range(3):
+                call(attention, **given)
+        finally:
+            if not instrumented:
+                triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+        assert launch.plans == {}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ kernels that Triton would choose again, so nothing else is asked.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ _NUMBERS = frozenset((int, float, bool))
 # What torch.backends.cuda.matmul.fp32_precision asks.
 _precision = torch._C._get_fp32_precision_getter
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-_runtime = triton.knobs.runtime
+_runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 _ON_AMD = torch.version.hip is not None
 
 
@@ -36,7 +37,8 @@ class Plan(NamedTuple):
     """The steps of calls of one kind. Its tensors are places in a list that begins with arguments.
 
     A step makes a tensor (function, picks its arguments or None, its place, None) or launches (what
-    runs a kernel, picks its arguments, the grid, what Triton is told beside it).
+    runs a kernel, picks its arguments, the grid, what Triton is told beside it). Last in either are
+    the places of tensors that no later step reads: their memory is free again.
     """
 
     blank: tuple[Any, ...]  # behind the arguments: a place for each new tensor, then numbers
@@ -84,15 +86,18 @@ class Kept:
                 return self(*given)
         tensors = [*given, *plan.blank]
         stream = plan.stream(plan.device)
-        for function, pick, place, beside in plan.steps:
+        for function, pick, place, beside, read in plan.steps:
             if beside is not None:
                 function(*place, stream, *beside, *pick(tensors))
             else:
                 tensors[place] = function() if pick is None else function(*pick(tensors))
+            for at in read:
+                tensors[at] = None
         return plan.results(tensors)
 
     def _planned(self, key: tuple[Any, ...] | None, given: tuple[Any, ...]) -> Any:
-        """A call that is checked and planned."""
+        """A call that is checked and planned; one that is watched may have other kernels."""
+        key = None if _is_watched() else key
         again = key in plans
         steps = Recorder(given) if again else Steps(given)
         # Triton launches on the current device.
@@ -112,9 +117,10 @@ class Kept:
 
 
 def _is_watched() -> bool:
-    """Whether a profiler of Triton wants to know of launches."""
+    """Whether a profiler of Triton wants to know of launches, or has kernels instrumented."""
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(hooked or _compilation.instrumentation_mode)
 
 
 class Steps:
@@ -161,20 +167,26 @@ class Traced(Steps):
         torch.library.wrap_triton(kernel)[grid](**given)
 
 
+class _Place(int):
+    """A tensor in noted arguments, by its place among those of a plan."""
+
+
 class Recorder(Steps):
-    """Notes the steps that it runs."""
+    """Notes the steps that it runs; holds no tensor longer than these do."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         super().__init__(given)
-        self._places: dict[int, int] = {}
-        self._tensors: list[Any] = []
+        self._tensors: list[weakref.ref[Tensor] | None] = []
+        self._places: dict[int, int] = {}  # by id, which may be that of one that is gone
         self._steps: list[tuple[Any, ...]] = []
         self._kernels: list[CompiledKernel] = []
         self._none: dict[torch.dtype, Tensor] = {}
         self._repeats = True
+        held = []
         for x in given:  # another tensor for one that is given twice, as the next call may not
-            self._hold(x.detach() if id(x) in self._places else x)
-        self.given = tuple(self._tensors)
+            held.append(x.detach() if id(x) in self._places else x)
+            self._add(held[-1])
+        self.given = tuple(held)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The same, by the quickest function for it."""
@@ -182,10 +194,19 @@ class Recorder(Steps):
         how: dict[str, Any] = {"dtype": dtype, "device": self.device}
         return self.make(partial(torch.empty_strided, shape, strides, **how))
 
-    def _hold(self, x: Any) -> None:
+    def _add(self, x: Any) -> None:
         if isinstance(x, Tensor):
             self._places[id(x)] = len(self._tensors)
-        self._tensors.append(x)
+        self._tensors.append(weakref.ref(x) if isinstance(x, Tensor) else None)
+
+    def _noted(self, x: Any) -> Any:
+        """The place of a tensor, a new one if it was not seen before; anything else as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        ref = self._tensors[self._places[id(x)]] if id(x) in self._places else None
+        if ref is None or ref() is not x:
+            self._add(x)
+        return _Place(self._places[id(x)])
 
     def none(self, dtype: torch.dtype) -> Tensor:
         """The same for all that a call does not give in a dtype."""
@@ -194,10 +215,8 @@ class Recorder(Steps):
         return self._none[dtype]
 
     def _note(self, function: Callable[..., Tensor], given: Any, result: Tensor) -> None:
-        place = self._places.get(id(result), len(self._tensors))
-        self._steps.append((function, given, place, None))
-        if place == len(self._tensors):
-            self._hold(result)
+        read = tuple(map(self._noted, given))
+        self._steps.append((function, read, self._noted(result), None))
 
     def launch(self, kernel: Any, *grid: int, **given: Any) -> None:
         """The same, noted with what Triton has chosen."""
@@ -206,7 +225,7 @@ class Recorder(Steps):
             self._repeats = False
             return
         self._kernels.append(made)
-        named = tuple(given[name] for name in kernel.arg_names)
+        named = tuple(self._noted(given[name]) for name in kernel.arg_names)
         beside = made.function, made.packed_metadata, None, None, None
         self._steps.append((made.run, named, (*grid, 1, 1)[:3], beside))
 
@@ -216,26 +235,33 @@ class Recorder(Steps):
             return None
         numbers: list[Any] = []
 
-        def pick(given: Any) -> Callable[[list[Any]], Any] | None:
+        def pick(noted: Any) -> Callable[[list[Any]], Any] | None:
             places = []
-            for x in given:
-                if isinstance(x, Tensor):
-                    places.append(self._places[id(x)])
-                else:
-                    places.append(len(self._tensors) + len(numbers))
+            for x in noted:
+                places.append(x if type(x) is _Place else len(self._tensors) + len(numbers))
+                if type(x) is not _Place:
                     numbers.append(x)
             if len(places) == 1:
                 return itemgetter(slice(places[0], places[0] + 1))
             return itemgetter(*places) if places else None
 
-        steps = tuple((function, pick(of), *rest) for function, of, *rest in self._steps)
         several = not isinstance(results, Tensor)
-        picked = itemgetter(*(self._places[id(x)] for x in (results if several else (results,))))
+        wanted = [self._noted(x) for x in (results if several else (results,))]
+        last: dict[int, int] = {}  # of each tensor, the last step that has it
+        for number, (_, noted, place, _) in enumerate(self._steps):
+            last |= {x: number for x in (*noted, place) if type(x) is _Place}
+        read: list[list[int]] = [[] for _ in self._steps]
+        for place in last.keys() - {*wanted, *range(len(self.given))}:
+            read[last[place]].append(place)
+        steps = tuple(
+            (function, pick(noted), *rest, tuple(done))
+            for (function, noted, *rest), done in zip(self._steps, read, strict=True)
+        )
         driver = triton.runtime.driver.active
         blank = [None] * (len(self._tensors) - len(self.given))
         gpu = self.device.index if self.device.type == "cuda" else -1
         return Plan(
-            (*blank, *numbers), steps, picked, gpu, driver.get_current_stream,
+            (*blank, *numbers), steps, itemgetter(*wanted), gpu, driver.get_current_stream,
             driver.get_current_device(), tuple(self._kernels),
         )  # fmt: skip
 
