@@ -325,7 +325,9 @@ def is_sharded(tensor: Tensor) -> bool:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype autocast gives matrix products on a device, None where it is off."""
     kind = device.type  # one that autocast knows nothing of (meta) may not be asked by name
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Dynamo of torch 2.11 cannot ask what autocast knows.
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if kind == "meta" or not known or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

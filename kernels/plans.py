@@ -276,17 +276,20 @@ def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
 # measured: gpu-h200.csv, "tiles of 128: (16,512,512,512), backward, bfloat16" takes less than
 # "tiles of 64: (16,512,512,512), backward, bfloat16".
 WHOLE_TILES = 128
-# Queries and keys from which gradients in 16 bits are products of waves: of fewer, waves are made
-# for too few gradients each.
-# measured: gpu-h200.csv, "waves: (4,128,128,512), backward, bfloat16" takes less than
-# "tanh: (4,128,128,512), backward, bfloat16", and "waves: (64,100,100,512), backward, bfloat16"
-# more than "tanh: (64,100,100,512), backward, bfloat16".
-_LEAST_BY_WAVES = 128
+# The waves of a row itself cost as much as products with so many others, and a product a share of
+# what `grad_tanh_kernel` takes for two.
+# measured: gpu-h200.csv, "waves: (64,128,128,512), backward, bfloat16" and
+# "waves: (16,512,512,512), backward, bfloat16", beside "tanh: (64,128,128,512), backward, bfloat16"
+# and "tanh: (16,512,512,512), backward, bfloat16"; "waves: (16,64,512,512), backward, bfloat16" and
+# "waves: (64,100,100,512), backward, bfloat16" keep to it.
+_OWN_WAVES, _TANH_PER_WAVES = 256, 3.75
 
 
 def pays_by_waves(queries_len: int, keys_len: int) -> bool:
-    """Whether `grad_waves_kernel` is faster than `grad_tanh_kernel`."""
-    return min(queries_len, keys_len) >= _LEAST_BY_WAVES
+    """Whether `grad_waves_kernel` is faster than `grad_tanh_kernel` in both of its passes."""
+    of_queries, of_keys = (-(-n // 64) * 64 for n in (queries_len, keys_len))
+    products = 2 * of_queries * of_keys + _OWN_WAVES * (of_queries + of_keys)
+    return products <= 2 * _TANH_PER_WAVES * queries_len * keys_len
 
 
 def grad_waves(rows_len: int, others_len: int, hopper: bool) -> dict[str, Any]:
@@ -297,5 +300,5 @@ def grad_waves(rows_len: int, others_len: int, hopper: bool) -> dict[str, Any]:
     """
     block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
     block_o = min(max(power_of_two(others_len), 16), 64)
-    tile = {"BLOCK_H": 8, "STAGES": 2} if hopper else {"BLOCK_H": 4, "STAGES": 3}
+    tile = {"BLOCK_H": 8, "STAGES": 1} if hopper else {"BLOCK_H": 4, "STAGES": 3}
     return {"BLOCK_R": block_r, "BLOCK_O": block_o, **tile, "num_warps": 8 if block_r >= 64 else 4}

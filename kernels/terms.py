@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .elementary import TWO_LOG2_E, four_of, kept_keys, reciprocal, tanh_direct
 from .products import product
-from .tiles import VARYING, load_row, load_tile, program_blocks
+from .tiles import VARYING, load_row, program_blocks
 
 # Terms are stored times this, so that fp16 has them to 2^-29 in full, and to 2^-39 in part.
 UNIT = tl.constexpr(2.0**15)
@@ -71,12 +71,14 @@ def terms_of(value, scale, ROWS: tl.constexpr, UNITS: tl.constexpr):
 def terms_of_rows(
     x, out, block, first, T, H, quads, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr
 ):
-    """Terms of BLOCK_R rows from quad ``first`` on; zeros stand past the hidden units."""
+    """Terms of BLOCK_R rows from quad ``first`` on; past the hidden units tanh is one for all."""
     blocks = tl.cdiv(T, BLOCK_R)
     b = (block // blocks).to(tl.int64)
     t = block % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = first * 4 + tl.arange(0, 4 * BLOCK_U)
-    value = load_tile(x + b * x_batch + t.to(tl.int64) * x_row, t < T, h, H)
+    rows = x + b * x_batch + t.to(tl.int64) * x_row
+    mask = (t < T)[:, None] & (h < H)[None, :]
+    value = tl.load(rows[:, None] + h[None, :], mask=mask, other=float("inf")).to(tl.float32)
     term = terms_of(value, UNIT, BLOCK_R, BLOCK_U)
     choice = tl.arange(0, 16)[None, None, :]
     u = first + tl.arange(0, BLOCK_U)
@@ -126,8 +128,8 @@ def wide_scores(
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
     for h0 in range(4 * first, tl.minimum(4 * end, H), 4):
         h = (h0 + tl.arange(0, 4))[None, :]
-        a = tl.load(query_rows[:, None] + h, mask=h < H, other=0.0).to(tl.float32)
-        c = tl.load(key_rows[:, None] + h, mask=h < H, other=0.0).to(tl.float32)
+        a = tl.load(query_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
+        c = tl.load(key_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
         a = tl.reshape(terms_of(a, WIDE_UNIT, BLOCK_Q, 1), BLOCK_Q, 16)
         c = tl.trans(tl.reshape(terms_of(c, WIDE_UNIT, BLOCK_K, 1), BLOCK_K, 16))
         weight = tl.zeros([1, 16], tl.float32)

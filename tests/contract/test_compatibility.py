@@ -117,3 +117,16 @@ def test_compiled_for_any_sizes_before_they_are_known():
     assert (got is None) == (own is None)
     want = lazy(q, k, v)
     torch.testing.assert_close(compiled(lazy, q, k, v), want)
+
+
+def test_compiled_where_dynamo_cannot_ask_what_autocast_knows(monkeypatch):
+    """As that of torch 2.11: the question ends a graph."""
+    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 3), torch.randn(2, 5, 2)
+    layer = bf.AdditiveAttention(3, 4, 8)
+    want = layer(q, k, v)
+
+    def refuse(_):
+        torch._dynamo.graph_break()
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", refuse)
+    torch.testing.assert_close(compiled(layer, q, k, v), want)

@@ -1,9 +1,12 @@
 """Decoders drawn for the operators that take all their steps, what is exact, and single steps."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import cells
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attention import NEED
@@ -112,12 +115,19 @@ def by_operators(call, case, arguments, grads):
 
 
 def by_steps(case, arguments, grads):
-    """The same by single steps of torch's products and cells, and the CPU's attention."""
-    rest = rest_of(case)
-    with cells.on_the_cpu(), torch.no_grad():
+    """The same by single steps of torch's products and cells, and of the kernel of a step.
+
+    Without a GPU, the CPU's.
+    """
+    rest, gpu = rest_of(case), torch.cuda.is_available()
+    if gpu:
+        moved = tree_map_only(torch.Tensor, Tensor.cuda, (arguments, grads, rest))
+        arguments, grads, rest = moved
+    with nullcontext() if gpu else cells.on_the_cpu(), torch.no_grad():
         kept = decode_on_gpu.forward("cuda", arguments.inputs, arguments, rest, keep=True)
         found = decode_on_gpu.backward("cuda", arguments, rest, kept, grads, NEEDS)
-    return dict(zip(NAMES, (*kept[:5], *found[:4], *found[4]), strict=True))
+    made = [x.cpu() for x in (*kept[:5], *found[:4], *found[4])]
+    return dict(zip(NAMES, made, strict=True))
 
 
 def on_cpu(name, *arguments):
