@@ -14,7 +14,8 @@ from pathlib import Path
 def _installed() -> ModuleSpec | None:
     """The package that this one hides, where this one is a source tree without a build."""
     package = Path(__file__).resolve().parent
-    if not (package.parent / "setup.py").is_file() or any(package.glob("_C_*")):
+    # Built in place it holds the binary for the CPU, or why there is none.
+    if not (package.parent / "setup.py").is_file() or any(package.glob("_C_cpu.*")):
         return None
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != package.parent]
     return PathFinder.find_spec(package.name, others)

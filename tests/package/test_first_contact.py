@@ -34,6 +34,7 @@ def info(folder, site):
 
 def test_a_source_tree_gives_way_to_the_installed_package(tree):
     source, site = tree
+    (source / "bahdanau_fast/_C_cuda.why.txt").write_text("no CUDA")  # is no build
     done = info(source, site)
     assert done.stderr == ""
     assert f"({site / 'bahdanau_fast'})" in done.stdout

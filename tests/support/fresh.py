@@ -24,8 +24,8 @@ sys.meta_path.insert(0, Hide())
 
 
 def copy_package(folder):
-    """The package without its binary into a folder."""
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    """The package as it is before it is built into a folder."""
+    ignored = shutil.ignore_patterns("*.so", "*.why.txt", "__pycache__")
     shutil.copytree(PACKAGE, folder / "bahdanau_fast", ignore=ignored, symlinks=True)
     return folder
 
