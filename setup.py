@@ -397,6 +397,9 @@ else:
 
         def run(self) -> None:
             self.run_command("build")
+            # Why there is no CUDA here says nothing of where the wheel will be.
+            package = Path(self.get_finalized_command("build").build_lib, "bahdanau_fast")
+            (package / "_C_cuda.why.txt").unlink(missing_ok=True)
             if not self.get_finalized_command("build_ext").extensions:
                 self.root_is_pure = True
             super().run()
@@ -406,6 +409,28 @@ def license_metadata() -> dict[str, str]:
     """As an SPDX expression of its own field (PEP 639) where setuptools knows that field."""
     known = int(setuptools.__version__.partition(".")[0]) >= 77
     return {"license_expression" if known else "license": "Apache-2.0"}
+
+
+def long_description() -> str:
+    """README for where it stands alone: links into this tree lead to the release, by its tag.
+
+    Where that is says ``Repository`` in project.urls; without it they are text.
+    """
+
+    def text_of(name: str) -> str:
+        return (ROOT / name).read_text(encoding="utf-8")
+
+    def outside(link: re.Match[str]) -> str:
+        text, path = link.groups()
+        if not address:
+            return f"{text} ({path})"
+        kind = "raw" if path.endswith((".png", ".svg")) else "blob"
+        return link[0].replace(f"]({path})", f"]({address[0]}/{kind}/v{version}/{path})")
+
+    address = re.findall(r'^Repository = "(.+?)/?"$', text_of("pyproject.toml"), re.MULTILINE)
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text_of("bahdanau_fast/__init__.py"), re.M)
+    link = r"!?\[(!\[[^]]+\]\([^)]+\)|[^][]+)\]\((?!https?:)([^)]+)\)"  # of text, or of a picture
+    return re.sub(link, outside, text_of("README.md"))
 
 
 def local_version() -> str:
@@ -449,6 +474,8 @@ if sys.platform == "darwin":
 
 setup(
     **license_metadata(),
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     packages=[
         *setuptools.find_packages(
             include=["bahdanau_fast", "bahdanau_fast.*"], exclude=["bahdanau_fast.kernels"]

@@ -125,7 +125,8 @@ def test_a_package_without_a_binary_holds_the_reason(tree, kind):
                 if path.match("bahdanau_fast/_C_*"):
                     found[path.name] = packed.read(str(path))
         wheel.unlink()
-        assert b"BAHDANAU_FAST_CUDA=0" in found.pop("_C_cuda.why.txt")
+        if kind == "editable":  # a wheel may be for another machine
+            assert b"BAHDANAU_FAST_CUDA=0" in found.pop("_C_cuda.why.txt")
         return found
 
     assert built(CXX=compiler) == {"_C_cpu.abi3.so": b""}

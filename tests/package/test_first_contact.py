@@ -89,19 +89,43 @@ def test_without_what_makes_wheels_the_rest_works(tmp_path):
     assert (tmp_path / "lib/bahdanau_fast/kernels").is_dir()
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """What the setup.py of a tree asks of setuptools."""
+    import setuptools
+
+    def asked(tree):
+        found = {}
+        monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
+        runpy.run_path(str(tree / "setup.py"))
+        return found
+
+    return asked
+
+
 @pytest.mark.parametrize(
     ("version", "field"), [("65.5.0", "license"), ("77.0.3", "license_expression")]
 )
-def test_the_license_where_each_setuptools_looks_for_it(version, field, monkeypatch):
-    import setuptools
+def test_the_license_where_each_setuptools_looks_for_it(version, field, asked, monkeypatch):
+    monkeypatch.setattr("setuptools.__version__", version)
+    found = asked(ROOT)
+    assert [name for name in found if name.startswith("license")] == [field]
+    assert found[field] == "Apache-2.0"
 
-    asked = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: asked.update(given))
-    monkeypatch.setattr(setuptools, "__version__", version)
-    runpy.run_path(str(ROOT / "setup.py"))
-    names = [name for name in asked if name.startswith("license")]
-    assert names == [field]
-    assert asked[field] == "Apache-2.0"
+
+@pytest.mark.parametrize("address", ["", "https://example.org/us/bahdanau_fast"])
+def test_the_long_description_has_no_links_into_the_tree(address, tmp_path, asked):
+    project = copy_tree(tmp_path) / "pyproject.toml"
+    urls = "[project.urls]\n" + f'Repository = "{address}"\n' * bool(address)
+    project.write_text(project.read_text().replace("[project.urls]\n", urls))
+    shown, relative = asked(tmp_path)["long_description"], r"\]\((?!https?:)([^)]+)\)"
+    paths = re.findall(relative, (ROOT / "README.md").read_text())
+    assert {"LICENSE", "docs/images/speed.svg", "docs/course.md"} < set(paths)
+    assert re.findall(relative, shown) == []
+    for path in paths:
+        kind = "raw" if path.startswith("docs/images/") else "blob"
+        link = f"]({address}/{kind}/v{bf.__version__}/{path})"
+        assert (link if address else f" ({path})") in shown
 
 
 # ---- importing -----------------------------------------------------------------------------------
