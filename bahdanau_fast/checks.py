@@ -204,9 +204,13 @@ def weights(
     bias: Tensor | None,
 ) -> int:
     """The weights of a function's call; returns H."""
-    hidden = w_v.numel() if isinstance(w_v, Tensor) else 0
-    w_v_shape = (hidden,) if isinstance(w_v, Tensor) and w_v.dim() == 1 else (1, hidden)
-    weight("w_v", w_v, w_v_shape, queries)
+    _tensor("w_v", w_v)
+    if w_v.dim() == 1 or (w_v.dim() == 2 and w_v.shape[0] == 1):
+        hidden = w_v.shape[-1]
+    else:  # it is wrong: others know H
+        sizes = [w.shape[0] for w in (w_q, w_k) if isinstance(w, Tensor) and w.dim() == 2]
+        hidden = sizes[0] if sizes else queries.shape[-1]
+    weight("w_v", w_v, (hidden,) if w_v.dim() == 1 else (1, hidden), queries)
     for name, w, of, x in (("w_q", w_q, "queries", queries), ("w_k", w_k, "keys", keys)):
         if w is not None:
             weight(name, w, (hidden, x.shape[-1]), queries)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,23 @@ from bahdanau_fast.modules.layers import plain_convolution, plain_weight
 from bahdanau_fast.reference import Inside
 
 __all__ = ["LocationAttention"]
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _told(init: Init) -> Init:
+    """An ``__init__`` that says what it takes to a call that does not fit."""
+
+    @functools.wraps(init)
+    def told(self: Any, *sizes: Any, **options: Any) -> None:
+        try:
+            inspect.signature(init).bind(self, *sizes, **options)
+        except TypeError as error:
+            taken = "LocationAttention takes (key_size, query_size, num_hiddens, ...)"
+            raise TypeError(f"{taken}, {error}") from None
+        init(self, *sizes, **options)
+
+    return told  # type: ignore[return-value]
 
 
 class LocationAttention(Additive):
@@ -62,6 +82,7 @@ class LocationAttention(Additive):
     _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
     _reads_table = False
 
+    @_told
     def __init__(
         self,
         key_size: int,

@@ -40,9 +40,11 @@ BAD = [
     ("w_q", ones(7, 4), ValueError, r"shape \(8, 4\)"),
     ("w_k", ones(8, 4), ValueError, r"shape \(8, 6\)"),
     ("w_k", ones(8, 6, 1), ValueError, r"shape \(8, 6\)"),
-    ("w_v", ones(2, 8), ValueError, "shape"),
-    ("w_v", ones(1, 1, 8), ValueError, "shape"),
-    ("w_v", torch.tensor(1.0), ValueError, "shape"),
+    ("w_v", ones(2, 8), ValueError, r"shape \(1, 8\), got \(2, 8\)$"),
+    ("w_v", ones(8, 1), ValueError, r"shape \(1, 8\), got \(8, 1\)$"),
+    ("w_v", ones(20, 16), ValueError, r"shape \(1, 8\), got \(20, 16\)$"),
+    ("w_v", ones(1, 1, 8), ValueError, r"shape \(1, 8\), got \(1, 1, 8\)$"),
+    ("w_v", torch.tensor(1.0), ValueError, r"shape \(1, 8\), got \(\)$"),
     ("bias", ones(7), ValueError, r"shape \(8,\)"),
     ("bias", ones(1, 8), ValueError, r"shape \(8,\)"),
     ("valid_lens", ones(3), ValueError, r"shape \(2,\) or \(2, 3\)"),
@@ -183,6 +185,8 @@ def test_feature_sizes():
         module.memory(ones(2, 5, 9))
     with pytest.raises(ValueError, match=r"^key must have feature size 4 .*, got \(2, 5, 9\)"):
         bf.DotProductAttention()(ones(2, 3, 4), ones(2, 5, 9), ones(2, 5, 7))
+    with pytest.raises(ValueError, match=r"^w_v must have shape \(1, 8\), got \(2, 8\)$"):
+        bf.additive_scores(ones(2, 3, 8), ones(2, 5, 8), None, None, ones(2, 8))
 
 
 def test_the_module_in_another_dtype_than_its_input():

@@ -223,3 +223,17 @@ def test_the_signature_that_help_and_notebooks_show():
 def test_calls_that_fit_neither_form(arguments, named, said):
     with pytest.raises(TypeError, match=said):
         bf.AdditiveAttention(*arguments, **named)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named", "said"),
+    [
+        ((), {}, "missing a required argument: 'key_size'"),
+        ((2, 20), {}, "missing a required argument: 'num_hiddens'"),
+        ((2, 20, 8), {"size": 3}, "got an unexpected keyword argument 'size'"),
+    ],
+)
+def test_calls_that_do_not_fit_location_attention(sizes, named, said):
+    taken = r"LocationAttention takes \(key_size, query_size, num_hiddens, \.\.\.\)"
+    with pytest.raises(TypeError, match=f"^{taken}, {said}$"):
+        bf.LocationAttention(*sizes, **named)
