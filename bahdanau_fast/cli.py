@@ -22,6 +22,7 @@ from bahdanau_fast import backends, parity, reference
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.seq2seq.cli import demo
 from bahdanau_fast.seq2seq.cli.commands import add_commands
+from bahdanau_fast.seq2seq.cli.cores import HELPS
 from bahdanau_fast.seq2seq.model.settings import Settings
 from bahdanau_fast.seq2seq.options import at_least
 
@@ -74,10 +75,26 @@ def _like(given: str, known: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command: 0 on success, 1 if a goal failed, 2 on wrong use or a missing package."""
-    options = _parser().parse_args(arguments)
+    try:
+        try:
+            return _run(_parser().parse_args(arguments))
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # of what is printed
+        # What is left of it goes nowhere: at exit Python flushes again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # nobody reads on
+            return 141  # as of a program that the signal ends
+        print(f"bahdanau_fast: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
         print(f"bahdanau_fast: error: {line}", file=sys.stderr)
@@ -131,7 +148,8 @@ def _add_demo(commands: Any) -> None:
     what = "train a small date reader on synthetic data, and compare the backends"
     more = (
         "Train a small date reader on synthetic data; then repeat its first steps in plain PyTorch "
-        "and compare losses and times. Exit code 1 if a goal is missed."
+        "and compare losses and times: half a minute on two quiet cores. Exit code 1 if a goal is "
+        "missed."
     )
     command = commands.add_parser("demo", help=what, description=more)
     command.add_argument(
@@ -141,6 +159,8 @@ def _add_demo(commands: Any) -> None:
         metavar="DIR",
         help="where attention.png, loss.png and demo.json go (default: %(default)s)",
     )
+    what = "replace what a demo wrote into DIR"
+    command.add_argument("--overwrite", action="store_true", help=what)
     command.add_argument(
         "--epochs", type=at_least(1, int), metavar="N", help="passes over the data (default: 3)"
     )
@@ -158,7 +178,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.epochs is not None:
         settings = replace(settings, epochs=options.epochs)
     sizes = demo.QUICK if options.quick else demo.Sizes()
-    return 0 if demo.run(options.out, settings, sizes) else 1
+    return 0 if demo.run(options.out, settings, sizes, options.overwrite) else 1
 
 
 def info() -> int:
@@ -183,10 +203,7 @@ def _waiting() -> str:
     policy = os.environ.get("OMP_WAIT_POLICY")
     if policy is not None:
         return f"OMP_WAIT_POLICY={policy}"
-    return (
-        "slow when other programs use the cores? "
-        "OMP_WAIT_POLICY=passive, or fewer threads (OMP_NUM_THREADS=1)"
-    )
+    return f"slow when other programs use the cores? {HELPS} helps"
 
 
 @dataclass(frozen=True)

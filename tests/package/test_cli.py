@@ -1,5 +1,7 @@
 """The command line as a user meets it."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -133,11 +135,63 @@ def test_help_names_the_program_as_it_is_called(command, program, monkeypatch, c
 
 def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert "--out must be a folder" in captured.err
+    for name in ("file", "file/below"):
+        assert cli.main(["demo", "--out", str(tmp_path / name)]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert "--out must be a folder" in captured.err
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("command", ["demo", "train"])
+def test_a_folder_that_cannot_be_written_to_is_said_before_any_work(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    more = ["--data", str(tmp_path / "gone.tsv")] * (command == "train")
+    assert cli.main([command, "--out", str(tmp_path / "deep/out"), *more]) == 2
+    out, err = capsys.readouterr()
+    actual = f"{tmp_path}/deep/out ({tmp_path} is read-only)\n"
+    assert (out, err.partition(", got ")[2]) == ("", actual)
+    assert "--out must be a folder that can be written to" in err
+
+
+@pytest.mark.parametrize("name", ["attention.png", "loss.png", "demo.json"])
+def test_the_demo_overwrites_nothing_without_saying_so(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / name).write_text("mine")
+    demo = ["demo", "--out", str(tmp_path)]
+    assert cli.main(demo) == 2
+    said = f"--out must hold no demo, got {tmp_path} (--overwrite replaces it)\n"
+    assert capsys.readouterr() == ("", f"bahdanau_fast: error: {said}")
+    assert (tmp_path / name).read_text() == "mine"
+    monkeypatch.setattr("bahdanau_fast.seq2seq.cli.demo.train", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main([*demo, "--overwrite"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that is always full")
+@pytest.mark.parametrize(
+    ("argument", "full", "unbuffered"),
+    [
+        *(("info", full, unbuffered) for full in (True, False) for unbuffered in ("", "1")),
+        ("--help", False, ""),
+    ],
+)
+def test_output_that_nobody_takes(argument, full, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe, open("/dev/full", "wb") as disk:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "bahdanau_fast", argument],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=disk if full else pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    said = "bahdanau_fast: error: [Errno 28] No space left on device\n" if full else ""
+    assert (done.returncode, done.stderr) == (2 if full else 141, said)
 
 
 def test_missing_matplotlib_is_said_before_any_work(tmp_path, monkeypatch, capsys):

@@ -6,10 +6,11 @@ import re
 import sys
 
 import pytest
+import torch
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq.cli import plots
+from bahdanau_fast.seq2seq.cli import cores, plots
 from bahdanau_fast.seq2seq.model import checkpoints
 
 TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
@@ -52,6 +53,10 @@ def refused(capsys, *arguments):
     return err
 
 
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("command", ["train", "translate", "evaluate", "plot"])
 def test_help_teaches(command, capsys):
     out, err = said(capsys, command, "--help")
@@ -78,6 +83,44 @@ def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
     measured = ("validation/loss", "validation/bleu", "validation/chrf")
     assert set(board.Tags()["scalars"]) == {*tags, *measured}
     assert len(board.Scalars("train/loss")) == 8
+
+
+TRAININGS = {
+    "train": ("training.runs.Run.train", [*TINY, "--limit", "300"]),
+    "demo": ("cli.demo.train", ["--quick"]),
+}
+
+
+@pytest.mark.parametrize("command", TRAININGS)
+@pytest.mark.parametrize(
+    ("rates", "policy", "noted"),
+    [
+        ({1: 90.0, 2: 3.0}, None, "2 threads take 30 times as long as one; OMP_NUM_THREADS=1"),
+        ({1: 90.0, 2: 3.0}, "passive", None),  # what helps is there
+        ({1: 90.0, 2: 150.0}, None, None),
+    ],
+)
+def test_busy_cores_are_said_before_a_training(
+    command, rates, policy, noted, tmp_path, capsys, monkeypatch, threads
+):
+    threads(2)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(cores, "_products", rates.get)
+    training, options = TRAININGS[command]
+    monkeypatch.setattr(f"bahdanau_fast.seq2seq.{training}", stop)
+    *notes, _ = said(capsys, command, "--out", tmp_path, *options, code=130)[1].splitlines()
+    assert len(notes) == (noted is not None)
+    assert all(noted in note for note in notes)
+
+
+def test_to_ask_whether_cores_are_busy_changes_nothing(monkeypatch, threads):
+    threads(2)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(cores, "_SECONDS", 0.01)
+    assert re.match("$|note: .* 2 threads take", cores.busy())
+    assert torch.get_num_threads() == 2
 
 
 def test_train_as_a_script_goes_on(data, tmp_path, capsys):
@@ -108,9 +151,6 @@ def test_train_as_a_script_goes_on(data, tmp_path, capsys):
 
 
 def test_an_interrupted_training_says_how_to_go_on(data, tmp_path, capsys, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
     train = ["train", "--out", tmp_path, *TINY]
     with monkeypatch.context() as patch:
         patch.setattr("bahdanau_fast.seq2seq.training.runs.Run._after_step", stop)

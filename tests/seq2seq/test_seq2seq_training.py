@@ -212,6 +212,18 @@ def test_translate_gives_tokens_and_where_they_looked(pairs, trained):
     assert translate(model, [], *args) == []
 
 
+@pytest.mark.parametrize(("silence", "lines"), [(60.0, 0), (-1.0, 3)])
+def test_a_long_epoch_shows_that_it_goes_on(silence, lines, pairs, capsys, monkeypatch):
+    settings = dataclasses.replace(TINY, epochs=1)  # of four steps
+    monkeypatch.setattr("bahdanau_fast.seq2seq.training.trainer._SILENCE", silence)
+    train(build_model(pairs, settings), pairs, settings)
+    *steps, epoch = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"epoch 1/1  loss \S+  \S+ tokens/s", epoch)
+    assert [line.partition("  loss ")[0] for line in steps] == [
+        f"step {n} of 4" for n in range(1, lines + 1)
+    ]
+
+
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     settings = Settings(embed_size=8, num_hiddens=16, epochs=1, batch_size=32)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bahdanau_fast import backends, checks
 from bahdanau_fast.seq2seq.cli import plots
+from bahdanau_fast.seq2seq.cli.cores import busy
 from bahdanau_fast.seq2seq.data.corpus import Corpus, RawPair, TextSettings, read, tokenize
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.settings import METRICS, TRAINING, Settings
@@ -26,7 +27,7 @@ from bahdanau_fast.seq2seq.search.translator import Translation, Translator
 from bahdanau_fast.seq2seq.training.runs import Run, described
 from bahdanau_fast.seq2seq.training.trainer import join
 
-__all__ = ["evaluate", "plot", "train", "translate"]
+__all__ = ["check_folder", "evaluate", "plot", "train", "translate"]
 
 
 def train(options: argparse.Namespace) -> int:
@@ -42,6 +43,8 @@ def train(options: argparse.Namespace) -> int:
             if run.corpus.note:
                 print(run.corpus.note, file=sys.stderr)
             print(_about(run), file=file, flush=True)
+            if run.world.device.type == "cpu" and (note := busy()):
+                print(note, file=sys.stderr)
         before, start = len(run.history.losses), time.perf_counter()
         try:
             history = run.train(file=file)
@@ -79,8 +82,7 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
         for kind in (Settings, TextSettings)
     )
     out: Path = options.out
-    if out.exists() and not out.is_dir():
-        checks.reject(ValueError, "--out", "be a folder or a new path", out)
+    check_folder(out)
     if texts.get("data") is not None:
         texts["data"] = str(texts["data"].resolve())
     if options.resume:
@@ -102,6 +104,16 @@ def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
     settings = dataclasses.replace(TRAINING, **chosen)
     text = TextSettings(**{**texts, "seed": settings.seed})
     return settings, text
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder that could not be written to, before there is anything to write."""
+    there = next(path for path in (out, *out.parents) if os.path.exists(path))
+    if not there.is_dir():
+        checks.reject(ValueError, "--out", "be a folder or a new path", out)
+    if not os.access(there, os.W_OK | os.X_OK):
+        actual = f"{out} ({there} is read-only)"
+        checks.reject(ValueError, "--out", "be a folder that can be written to", actual)
 
 
 def _name(path: str | None) -> str | None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import sys
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -23,7 +24,8 @@ import torch
 import bahdanau_fast
 from bahdanau_fast import backends, checks
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.seq2seq.cli import plots
+from bahdanau_fast.seq2seq.cli import cores, plots
+from bahdanau_fast.seq2seq.cli.actions import check_folder
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
@@ -47,17 +49,18 @@ class Sizes:
 QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
-def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
+def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) -> bool:
     """Run the demo; write attention.png, loss.png and demo.json into ``out``.
 
     True if exact match and loss agreement reached their goals; with smaller sizes only the
     agreement counts.
     """
     plots.require_matplotlib()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        checks.reject(ValueError, "--out", "be a folder or a new path", f"{out} ({error})")
+    check_folder(out)
+    there = [name for name in ("attention.png", "loss.png", "demo.json") if (out / name).exists()]
+    if there and not overwrite:
+        checks.reject(ValueError, "--out", "hold no demo", f"{out} (--overwrite replaces it)")
+    out.mkdir(parents=True, exist_ok=True)
     full = sizes == Sizes()
     if not full:
         print("a smoke run: too small to learn dates, so its translations are not judged")
@@ -74,6 +77,8 @@ def run(out: Path, settings: Settings, sizes: Sizes) -> bool:
         f"{len(pairs):,} dates to learn from, {len(held_out):,} held out; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
+    if note := cores.busy():
+        print(note, file=sys.stderr)
     start = time.perf_counter()
     history = train(model, pairs, settings)
     trained = time.perf_counter() - start

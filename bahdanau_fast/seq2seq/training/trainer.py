@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 CHUNK = 2**20  # logits that fit the caches of a CPU
+_SILENCE = 60.0  # the most seconds without a line where there is no bar
 
 
 def masked_cross_entropy(
@@ -312,11 +313,14 @@ def plain(loss: float) -> str:
 
 
 class Progress:
-    """A tqdm bar on a terminal; otherwise (a log, or no tqdm) one line per epoch, in ``file``."""
+    """A tqdm bar on a terminal; otherwise (a log, or no tqdm) lines in ``file``.
+
+    One ends an epoch; a long one has some more, a minute apart.
+    """
 
     def __init__(self, trainer: Trainer, enabled: bool = True, file: TextIO | None = None) -> None:
         self.trainer, self.enabled, self.file = trainer, enabled, file or sys.stdout
-        self.bar = None
+        self.bar, self._said = None, time.monotonic()
         if enabled and sys.stderr.isatty():
             with suppress(ImportError):
                 from tqdm import tqdm
@@ -328,16 +332,19 @@ class Progress:
 
     def update(self, epoch: int) -> None:
         """Count one more step, of an epoch from 0."""
-        epochs = self.trainer.settings.epochs
+        epochs, done = self.trainer.settings.epochs, len(self.trainer.history.losses)
         if self.bar is not None:
             self.bar.set_postfix_str(self._figures(20), refresh=False)
             self.bar.update()
         elif self.trainer.epoch_ended:
             figures = self._figures(self.trainer.total_steps // epochs)
             self.say(f"epoch {epoch + 1}/{epochs}  {figures}")
+        elif time.monotonic() - self._said > _SILENCE:
+            self.say(f"step {done:,} of {self.trainer.total_steps:,}  {self._figures(20)}")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
+        self._said = time.monotonic()
         if self.bar is not None:
             self.bar.write(line, file=self.file)
         elif self.enabled:
