@@ -10,7 +10,8 @@ import torch
 from threads import one_thread  # noqa: F401
 
 from bahdanau_fast import cli
-from bahdanau_fast.seq2seq.cli import cores, plots
+from bahdanau_fast.seq2seq import Translation
+from bahdanau_fast.seq2seq.cli import actions, cores, plots
 from bahdanau_fast.seq2seq.model import checkpoints
 
 TINY = ["--embed-size", "8", "--num-hiddens", "12", "--min-freq", "1", "--num-steps", "10"]
@@ -64,6 +65,7 @@ def test_help_teaches(command, capsys):
     assert f"python -m bahdanau_fast {command}" in out.split("examples:")[1]
     assert "(default: " in out
     assert max(map(len, out.splitlines())) <= 100
+    assert ("translates every sentence to the same few words" in out) == (command == "train")
 
 
 def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
@@ -257,6 +259,13 @@ def test_plot(model, tmp_path, capsys):
     assert picture.read_bytes() != before
 
 
+def test_a_translation_to_nothing_is_not_plotted(model, tmp_path, capsys, monkeypatch):
+    nothing = Translation(["go"], [], torch.zeros(0, 1))
+    monkeypatch.setattr(actions.Translator, "translate", lambda *_: [nothing])
+    line = refused(capsys, "plot", model, "Go", "--out", tmp_path / "a.png")
+    assert line.endswith("error: the model translated 'Go' to nothing; train longer\n")
+
+
 def test_plot_writes_a_page_without_what_draws(model, tmp_path, capsys, monkeypatch):
     for module in ("matplotlib", "sacrebleu"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -329,7 +338,8 @@ def bad_files(tmp_path):
         (["plot", "MODEL", "Go!", "--html", "a", "--out", "b"], "not allowed with argument"),
         (["plot", "MODEL", "Go!", "--out", "{gone}/a.png"], "No such file"),
         (["plot", "MODEL", "Go!", "--out", "{free}/a.gone"], "gone"),
-        (["plot", "MODEL", "Go!", "--out", "{free}/a.png", "--font", "{file}"], "a font file"),
+        (["plot", "MODEL", "Go!", "--out", "{free}/a", "--font", "{file}"], "(it holds no font)"),
+        (["plot", "MODEL", "Go!", "--out", "{free}/a", "--font", "{gone}"], "gone (No such file"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, tmp_path, capsys):

@@ -89,11 +89,13 @@ def test_the_line_ends_of_every_system(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(skipped 1 .*line 1: empty\)\)$"),
+        (b"", r"hold pairs \(source, tab, target\), got .*a\.tsv \(empty\)$"),
         (b"Go. Va !\n\nRun.\n", r"hold pairs .* got .*line 1: no tab; line 2: empty; line 3: no"),
         (b"\tVa !\nRun.\t\n", r"hold pairs .* got .*a\.tsv \(skipped .*; line 2: no target\)\)$"),
         ("Hi.\tSalut.\nÉté\tx".encode("latin-1"), r"be UTF-8 text, got .* \(byte 0xc9 in line 2\)"),
-        ("a\tb".encode("utf-16"), r"be UTF-8 text, got .* \(byte 0xff in line 1\)"),
+        ("a\tb".encode("utf-16"), r"be UTF-8 text, got .* \(it looks like UTF-16\)"),
+        ("嗨\t们".encode("utf-16"), r"be UTF-8 text, got .* \(it looks like UTF-16\)"),
+        ("Hi.\tÉté\n".encode("utf-16-be"), r"be UTF-8 text, got .* \(it looks like UTF-16\)"),
         (None, r"be a readable file, got .*gone\.tsv \(No such file"),
         ("a folder", r"be a readable file, got .* \(Is a directory"),
     ],

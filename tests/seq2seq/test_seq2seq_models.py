@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -67,10 +68,13 @@ def hidden_parts(state):
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers):
+@pytest.mark.parametrize("later", [False, True])
+def test_a_course_checkpoint_gives_the_same_numbers_both_ways(cell, layers, later):
     torch.manual_seed(3)
     sizes = (13, 6, 12, layers)
     plain_encoder = PlainEncoder(*sizes, cell).double()
+    if later:  # one level deeper, as in the course's later encoders
+        plain_encoder.rnn = nn.Sequential(OrderedDict(rnn=plain_encoder.rnn))
     plain = PlainDecoder(*sizes, cell).double()
     encoder = Seq2SeqEncoder(*sizes, cell=cell).double()
     decoder = Seq2SeqAttentionDecoder(*sizes, cell=cell).double()

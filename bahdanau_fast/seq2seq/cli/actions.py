@@ -305,6 +305,9 @@ def plot(options: argparse.Namespace) -> int:
     elif options.sentences:
         translator = _load(options)
         translations = translator.translate(options.sentences, _beam(options))
+        for sentence, translation in zip(options.sentences, translations, strict=True):
+            if translation.source and not translation.tokens:
+                raise ValueError(f"the model translated {sentence!r} to nothing; train longer")
         figure, note = plots.attention_figure(translations)
         plots.save(figure, out)
     else:

@@ -17,7 +17,8 @@ __all__ = ["add_commands"]
 _TRAIN = """\
 Learn to translate from a UTF-8 text file with one pair per line: the source, a tab, the target.
 Further columns are ignored: files of Tatoeba and ManyThings can be used as they are. Without --data
-it learns to read synthetic dates.
+it learns to read synthetic dates. Some thousand pairs are needed, and of so few tens of epochs:
+until then a model translates every sentence to the same few words.
 
 DIR gets last.pt after every epoch, and best.pt: the epoch with the lowest loss on the validation
 pairs, which are not trained on (--best-metric chooses by BLEU or chrF). Both files are written

@@ -61,7 +61,8 @@ def add_font(path: Path) -> None:
     try:
         font_manager.fontManager.addfont(str(path))
     except (OSError, RuntimeError) as error:
-        checks.reject(ValueError, "font", "be a font file", f"{path} ({error})")
+        reason = getattr(error, "strerror", None) or "it holds no font"
+        checks.reject(ValueError, "font", "be a font file", f"{path} ({reason})")
     fonts = font_manager.fontManager.ttflist
     for i, font in enumerate(fonts):
         if font.fname == str(path):  # of whatever weight

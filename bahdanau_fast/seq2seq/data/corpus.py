@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import random
 import re
@@ -93,6 +94,11 @@ def read(path: str | Path) -> TextFile:
         content = path.read_bytes()
     except OSError as error:
         checks.reject(ValueError, "data", "be a readable file", f"{path} ({error.strerror})")
+    # With a byte order mark, or for Latin letters every second byte.
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (
+        content[:1000].count(0) > len(content[:1000]) // 4
+    ):
+        checks.reject(ValueError, "data", "be UTF-8 text", f"{path} (it looks like UTF-16)")
     # The line ends of every system. Not splitlines(): it splits inside sentences too.
     content = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     try:
@@ -117,7 +123,7 @@ def read(path: str | Path) -> TextFile:
     found = TextFile(pairs, skipped)
     if not pairs:
         need = "hold pairs (source, tab, target)"
-        checks.reject(ValueError, "data", need, f"{path} ({found.note()})")
+        checks.reject(ValueError, "data", need, f"{path} ({found.note() if content else 'empty'})")
     return found
 
 

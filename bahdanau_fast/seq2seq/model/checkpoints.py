@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,19 @@ def save(payload: dict[str, Any], path: Path) -> None:
 
     It is written beside ``path``, synced to disk, then renamed over ``path``. It may hold tensors,
     numbers, strings, lists and dicts of them.
+
+    Raises:
+        ValueError: the disk is full, or cannot be written; what is at ``path`` stays.
     """
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
-        torch.save({"format": _FORMAT, **payload}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with beside.open("wb") as file:
+            torch.save({"format": _FORMAT, **payload}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        checks.reject(ValueError, "checkpoint", "be written", f"{path} ({error.strerror or error})")
     beside.replace(path)
     if os.name == "posix":  # sync the rename too
         folder = os.open(path.parent, os.O_RDONLY)
@@ -48,18 +56,28 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         payload = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         checks.reject(ValueError, "checkpoint", "exist", f"{path} (no such file)")
-    except pickle.UnpicklingError:  # its message tells how to run what is in the file
-        what = "not of tensors, numbers, strings, lists and dicts alone; nothing in it was run"
-        checks.reject(ValueError, "checkpoint", _COMPLETE, f"{path} ({what})")
     except Exception as error:  # torch and zipfile raise a dozen kinds for a broken file
-        lines = str(error).strip().splitlines()
-        reason = f"{path} ({lines[0] if lines else type(error).__name__})"
-        checks.reject(ValueError, "checkpoint", _COMPLETE, reason)
+        checks.reject(ValueError, "checkpoint", _COMPLETE, f"{path} ({_fault(path, error)})")
     if not isinstance(payload, dict) or payload.get("format") != _FORMAT:
         found = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
         need = f"be written by train, in format {_FORMAT}"
         checks.reject(ValueError, "checkpoint", need, f"{path} ({found})")
     return payload
+
+
+def _fault(path: Path, error: Exception) -> str:
+    """Why torch does not load a file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    with path.open("rb") as file:
+        head = file.read(2)
+    if head == b"PK" and not zipfile.is_zipfile(path):
+        return "cut off"
+    if head not in (b"PK", b"\x80\x02"):  # as files of torch begin, today and before 1.6
+        return "another kind of file"
+    if isinstance(error, pickle.UnpicklingError):  # its message tells how to run what is in there
+        return "not of tensors, numbers, strings, lists and dicts alone; nothing in it was run"
+    return textwrap.shorten(str(error), 100) or type(error).__name__
 
 
 @contextmanager
