@@ -152,16 +152,17 @@ def wide_product(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def is_right(total, least, there, power, size, share, least_allowed, RAW: tl.constexpr):
+def is_right(total, least, there, power, size, share, least_allowed, most, RAW: tl.constexpr):
     """Whether errors of ``share`` of |w_v| and of ``least_allowed`` over ``least`` may stay.
 
-    They are weighed against half of what the scores of a row differ by; NaN may not.
+    They are weighed against half of what the scores of a row differ by, or ``most``; NaN may not.
     """
     highest = tl.max(tl.where(there, total, -float("inf")), axis=1)
     lowest = tl.min(tl.where(there, total, float("inf")), axis=1)
     spread = 0.5 * tl.max(highest - lowest, axis=0)
     if not RAW:  # a softmax takes differences as they are
         spread = tl.maximum(spread, 1.0 / power)
+    spread = tl.minimum(spread, most / power)
     least = tl.min(tl.min(tl.where(there, least, float("inf")), axis=1), axis=0)
     return (spread * spread >= share * share * size) & (least * spread >= least_allowed)
 
@@ -214,14 +215,15 @@ def terms_scores_kernel(
     there = real[:, None] & (j[None, :] < kept[:, None])
     power, size = tl.load(w_scale), tl.load(w_scale + 1)
     share: tl.constexpr = 2.0**-1 if queries.dtype.element_ty == tl.float16 else 2.0**-4
-    if not is_right(total, least, there, power, size, share, 2.0 * share, RAW):
+    most: tl.constexpr = 64.0 * share  # of what a rounding is 2^-5: a weight that is 3 % off
+    if not is_right(total, least, there, power, size, share, 2.0 * share, most, RAW):
         query_rows = queries + b * q_batch + query.to(tl.int64) * q_row
         key_rows = keys + b * k_batch + key.to(tl.int64) * k_row
         end = first + each
         total, least = wide_scores(
             query_rows, key_rows, w_v, power, first, end, H, PRECISION, NATIVE, BLOCK_Q, BLOCK_K
         )
-        if not is_right(total, least, there, power, size, share * 2.0**-5, LEAST_WIDE, RAW):
+        if not is_right(total, least, there, power, size, share * 2.0**-5, LEAST_WIDE, most, RAW):
             total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             for h in range(4 * first, tl.minimum(4 * end, H)):
                 a_h = tl.load(query_rows + h).to(tl.float32)

@@ -35,9 +35,9 @@ def test_projections(kind, queries, dtype, monkeypatch):
 
 
 # Kind, hidden units, w_v of the far one: an offset of all scores, which a softmax does not see;
-# units past the last, whose slopes are one; and one saturated unit, which outweighs all others.
+# units past the last, whose slopes are one; and saturated units, of which one outweighs all others.
 SEEM_RIGHT = [("far 6.0 0.1", 8, 64.0), *(("all 8.0", n, 0.0) for n in (1, 2, 3, 5))]
-SEEM_RIGHT += [("far 6.0 0.1", 4, 10.0)]
+SEEM_RIGHT += [("far 6.0 0.1", 4, 10.0), ("keys 8.0", 8, 1000.0)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
