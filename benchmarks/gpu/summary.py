@@ -120,6 +120,8 @@ def kernels(found: list[Row]) -> list[str]:
 def block(found: list[Row]) -> list[str]:
     """What docs/gpu.md has of a GPU between its marks."""
     report = found[0]["where"]
+    if all(row["stage"] == "lab" for row in found):
+        return ["", *wrapped(f"{report}: plans of kernels alone, `lab` in `benchmarks/results`.")]
     felt = next((row["where"] for row in found if row["stage"] == "user"), report)
     other = [part for part in felt.split("; ") if part not in report.split("; ")]
     lines = [*wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
