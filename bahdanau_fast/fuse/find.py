@@ -147,7 +147,7 @@ class _Finder(Probe):
             self.axes()
             self.context()
             self.may_run()
-        except (Left, RuntimeError, LookupError):  # the scores alone
+        except (Left, RuntimeError, LookupError, TypeError):  # the scores alone
             self.p, self.masks, self.key_at = scores, [], None
             self.axes()
             self.may_run()
@@ -161,9 +161,9 @@ class _Finder(Probe):
             n = self.graph.nodes[i]
             known = n.name in VIEWS | PRODUCTS | CONTRACTIONS
             known |= n.name == "dropout" and n.out[0] == v  # which drops nothing
-            known &= n.single and not n.writes and i < self.end
+            known &= n.single and not n.writes and i < self.end and v in n.operands()
             need(known, f"its values are needed by {n.name}")
-            more = [ref for ref in n.refs() if ref != v and n.name not in ("view_as", "reshape_as")]
+            more = [ref for ref in n.operands() if ref != v]
             bias = more.pop() if len(more) == 2 else bias
             need(len(more) + (other is not None) < 2, "no contraction with a vector")
             other = more[0] if more else other
@@ -221,7 +221,8 @@ class _Finder(Probe):
     def projected(self, v: int, at: Tensor) -> list[Addend]:
         """The addends that a product with a matrix stands for."""
         graph, i = self.graph, self.graph.values[v].maker
-        if i is None or i in self.pinned or len({*graph.values[v].users}) > 1:
+        users = {j for j in graph.values[v].users if v in graph.nodes[j].operands()}
+        if i is None or i in self.pinned or len(users) > 1:
             raise Left("is needed")
         node, refs = graph.nodes[i], list(dict.fromkeys(graph.nodes[i].refs()))
         usual = node.name in CONTRACTIONS and node.single and not node.writes
@@ -264,7 +265,8 @@ class _Finder(Probe):
                 self.masks.append((mask, self.of_scores(self.numbers(mask))))
                 p.fill = float(fill)
             elif n.name == "softmax":
-                dim = by if by is not None else n.kwargs["dim"]
+                dim = n.kwargs.get("dim", by)
+                dim = int(index.dim() not in (0, 1, 3)) if dim is None else dim  # torch's of old
                 numbers = torch.arange(index.shape[dim]).view(-1, *[1] * ((-dim - 1) % index.dim()))
                 self.key_at, p.weights = self.of_scores(numbers), n.out[0]
             elif n.name in VIEWS and len(refs) == 1:

@@ -122,6 +122,10 @@ class Node(NamedTuple):
         """Numbers of its tensors."""
         return tensors((self.args, self.kwargs))
 
+    def operands(self) -> list[int]:
+        """Numbers of those that are not there for their shape or type alone, as in ``view_as``."""
+        return self.refs()[: 1 if self.name.endswith("_as") else None]
+
 
 def mapped(f: Callable[[Any], Any], x: Any) -> Any:
     """``x`` with ``f`` of everything in its tuples, lists, dictionaries and slices."""

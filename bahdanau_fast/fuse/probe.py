@@ -50,7 +50,7 @@ def back(graph: Graph, number: int, pinned: Collection[int] = ()) -> tuple[set[i
         v = todo.pop()
         i = graph.values[v].maker
         if i is not None and i not in pinned and _moves(graph, graph.nodes[i]):
-            todo += reversed(graph.nodes[i].refs()) if i not in ids else ()
+            todo += reversed(graph.nodes[i].operands()) if i not in ids else ()
             ids.add(i)
         elif v not in leaves:
             leaves.append(v)
@@ -102,6 +102,8 @@ class Probe:
 
     def run(self, ids: Iterable[int], feed: dict[int, Tensor], want: int) -> Tensor:
         """A tensor, as calls make it of others."""
+        nodes = [self.graph.nodes[i] for i in ids]
+        feed = self.zeros(v for n in nodes for v in n.refs() if v not in n.operands()) | feed
         laid = {v: self.graph.values[v].laid(x) for v, x in feed.items()}
         return self.graph.evaluate(ids, laid, [want], self.sizes)[0]
 

@@ -173,6 +173,11 @@ PARTS = {
         "interleaved": lambda q, k: (q.repeat_interleave(TK, 0).view_as(k) + k).tanh(),
         "stacked": lambda q, k: torch.tanh(torch.stack([q] * k.size(1), dim=1) + k),
         "flattened": lambda q, k: (q.repeat(1, TK).view(-1, H) + k.view(-1, H)).tanh().view_as(k),
+        "expanded_as": lambda q, k: (q[:, None].expand_as(torch.empty_like(k)) + k).tanh(),
+        "viewed_as": lambda q, k: (q.repeat(1, TK).view_as(torch.empty_like(k)) + k).tanh(),
+        "reshaped_as": lambda q, k: (q.repeat(1, TK).reshape_as(torch.empty_like(k)) + k).tanh(),
+        "broadcast_to": lambda q, k: (torch.broadcast_to(q[:, None], k.shape) + k).tanh(),
+        "typed_as": lambda q, k: (q[:, None].type_as(k.detach()) + k.to(k.new_empty(0))).tanh(),
         "scaled_add": lambda q, k: torch.add(k, q.unsqueeze(1), alpha=0.5).tanh(),
         "difference": lambda q, k: torch.tanh(q.unsqueeze(1) - k),
         "time_first": lambda q, k: (q + k.transpose(0, 1)).tanh().transpose(0, 1),
@@ -205,6 +210,8 @@ PARTS = {
             (e := torch.exp(x - x.max(dim=1, keepdim=True)[0])) / e.sum(dim=1, keepdim=True)
         ),
         "softmax_module": lambda x, mask: nn.Softmax(dim=1)(x),
+        "softmax_of_old": lambda x, mask: F.softmax(x),  # its axis goes by theirs
+        "softmax_module_of_old": lambda x, mask: nn.Softmax()(x[:, None]).squeeze(1),
         "softmax_first_axis": lambda x, mask: F.softmax(x.t(), dim=0).t(),
         "log_softmax": lambda x, mask: F.log_softmax(x, 1).exp(),
         "sharpened": lambda x, mask: torch.softmax(2.0 * x, 1),
