@@ -22,7 +22,7 @@ from bahdanau_fast.fuse.find import find, summed
 from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Node, Ref, mapped, need, state, tensors
 from bahdanau_fast.fuse.plan import plan
 from bahdanau_fast.fuse.probe import small_sizes
-from bahdanau_fast.fuse.prove import prove
+from bahdanau_fast.fuse.prove import apart, as_before, prove
 
 __all__ = ["backend", "fuse_graph"]
 
@@ -36,16 +36,14 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
         graph: as ``torch.compile`` hands it to a backend.
         example_inputs: likewise; read where the graph does not say what its inputs are.
     """
-    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    notes = _Notes(made, example_inputs)
-    fused = False
-    for at, node in enumerate(notes.graph.nodes):
-        if node.name in ACTIVATIONS and summed(notes.graph, at)[0]:
-            with contextlib.suppress(Exception):  # it is left
-                _fuse(made, notes, at)
-                fused = True
-    made.recompile()
-    return made if fused else graph
+    made = graph
+    with contextlib.suppress(Exception):  # whatever fails, the graph before it is used
+        notes = _Notes(graph, example_inputs)
+        for at, node in enumerate(notes.graph.nodes):
+            if node.name in ACTIVATIONS and summed(notes.graph, at)[0]:
+                with contextlib.suppress(Exception):  # it is left
+                    made = _fused(made, notes, at)
+    return made
 
 
 class _Notes:
@@ -65,7 +63,7 @@ class _Notes:
                 value = given if value is None else value
                 constant = held or isinstance(value, nn.Parameter)
                 self.numbers[node] = self.number(value, None, constant)
-            elif node.op in ("call_function", "call_method"):
+            elif node.op in ("call_function", "call_method", "output"):
                 name = str(getattr(node.target, "__name__", node.target))
                 if name == "_set_grad_enabled":
                     now = now._replace(grad=bool(node.args[0]))
@@ -93,11 +91,15 @@ class _Notes:
         name = _IN_PLACE.get(name, name)
         in_place = name.endswith("_") != name.endswith("__")
         in_place |= name in ("setitem", *_IN_PLACE.values())
+        if kwargs.get("inplace") or (len(args) > 1 and args[-1] is True):  # as of relu
+            first = node.all_input_nodes[:1]
+            in_place |= any(value is each.meta.get("example_value") for each in first)
         found = self.number(value, at, graph.constant(tensors((args, kwargs))))
-        wrote: tuple[tuple[int, int], ...] = ()
-        if in_place and type(args[0]) is Ref:
-            wrote = ((args[0], found if type(found) is Ref else args[0]),)
-            numbers[node.args[0]] = wrote[0][1]
+        written = kwargs.get("out", args[0] if in_place else None)
+        wrote = tuple((ref, ref) for ref in tensors([written]))
+        if type(written) is type(found) is Ref:
+            wrote = ((written, found),)
+            numbers[node.kwargs.get("out", node.args[0])] = found
         func = getattr(Tensor, name) if node.op == "call_method" else node.target
         out, single = tuple(tensors([found])), type(found) is Ref
         graph.append(Node(func, name.strip("_"), args, kwargs, out, wrote, single, now, changed))
@@ -105,34 +107,43 @@ class _Notes:
         return found
 
 
-def _fuse(module: fx.GraphModule, notes: _Notes, at: int) -> None:
-    """Put the operator in place of the piece around an activation."""
-    graph = notes.graph
-    sizes = small_sizes(graph, at)
-    piece = find(graph, at, sizes, range(len(graph.nodes)))
-    prove(graph, piece, sizes, None)
-    made = plan(graph, piece, sizes, sizes.full, _symbols(graph))
+def _fused(module: fx.GraphModule, notes: _Notes, at: int) -> fx.GraphModule:
+    """A copy with the operator in place of the piece around an activation."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # A graph keeps nothing between calls.
-    function = functools.partial(made.run, NoCaches(), lambda w: w)
-    trace = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)
-    # The route of compiled code: no size decides.
-    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        traced = trace(*[graph.values[number].tensor for number in made.inputs])
-    inputs = [notes.made[number] for number in made.inputs]
+    graph, sizes = notes.graph, small_sizes(notes.graph, at)
+    with apart(graph, at):
+        piece = find(graph, at, sizes, range(len(graph.nodes)))
+        prove(graph, piece, sizes, None)
+        made = plan(graph, piece, sizes, sizes.full, _symbols(graph))
+        # A graph keeps nothing between calls.
+        function = functools.partial(made.run, NoCaches(), lambda w: w)
+        trace = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)
+        # The route of compiled code: no size decides.
+        compiling = mock.patch.object(torch.compiler, "_is_compiling_flag", True)
+        with as_before(graph.nodes[at].state), compiling:
+            traced = trace(*[graph.values[number].tensor for number in made.inputs])
+    new = copy.deepcopy(module.graph)
+    copied = dict(zip(module.graph.nodes, new.nodes, strict=True))
+    calls = [copied.get(node, node) for node in notes.calls]
+    nodes = {number: copied.get(node, node) for number, node in notes.made.items()}
+    inputs = [nodes[number] for number in made.inputs]
     copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with module.graph.inserting_before(notes.calls[piece.end]):
-        outs: Any = module.graph.graph_copy(traced.graph, copies)
-    own = [notes.calls[i] for i in sorted({*piece.late, piece.end})]
-    wanted = [piece.scores] if piece.context is None else [piece.context, piece.weights]
-    for number, new in zip(wanted, outs, strict=False):
-        node = notes.made[number]  # type: ignore[index]
-        node.replace_all_uses_with(new, lambda user: user not in own)
-        new.meta["example_value"] = node.meta.get("example_value")
+    with new.inserting_before(calls[piece.end]):
+        outs: Any = new.graph_copy(traced.graph, copies)
+    own = [calls[i] for i in sorted({*piece.late, piece.end})]
+    wanted: Any = [piece.scores] if piece.context is None else [piece.context, piece.weights]
+    for number, out in zip(wanted, outs, strict=False):
+        nodes[number].replace_all_uses_with(out, lambda user: user not in own)
+        out.meta["example_value"] = nodes[number].meta.get("example_value")
+        nodes[number] = out
     for call in reversed(own):
         if not call.users:
-            module.graph.erase_node(call)
+            new.erase_node(call)
+    new.lint()
+    rewritten = fx.GraphModule(module, new)
+    notes.calls, notes.made = calls, nodes
+    return rewritten
 
 
 def _symbols(graph: Graph) -> dict[int, tuple[int, int]]:

@@ -20,7 +20,7 @@ from bahdanau_fast.fuse.find import Piece
 from bahdanau_fast.fuse.graph import Graph, Sizes, State, need, state
 from bahdanau_fast.fuse.plan import Plan, plan
 
-__all__ = ["Times", "as_before", "prove", "times"]
+__all__ = ["Times", "apart", "as_before", "prove", "times"]
 
 # Of the largest value of a tensor: what rounding alone may do to fp32, and to fp64.
 _SAME = {torch.float32: 2.0**-16, torch.float64: 2.0**-36}
@@ -135,7 +135,7 @@ def _now(leaves: dict[int, Tensor]) -> float:
 
 def prove(graph: Graph, piece: Piece, sizes: Sizes, made: Plan | None) -> None:
     """Raise where outputs or gradients differ at small sizes, or outputs of the call itself."""
-    with _undisturbed(graph, piece):
+    with apart(graph, piece.at):
         trial = _Trial(graph, piece, plan(graph, piece, sizes, lambda n: n), sizes)
         trial.judge(trial.run(False)[0], trial.run(True)[0])
         if not sizes.small or made is None:
@@ -156,7 +156,7 @@ def times(graph: Graph, piece: Piece, sizes: Sizes, made: Plan) -> Times:
     """
     part, n = _timed(graph, piece, sizes), graph.values[piece.activated].numel
     less = plan(graph, piece, sizes, lambda n: part.shape([sizes.full(n)])[0])
-    with _undisturbed(graph, piece):
+    with apart(graph, piece.at):
         trial = _Trial(graph, piece, less, part)
         again = 2 if n < _NOISY else 1  # the first run takes memory for the first time
         a, c = map(min, zip(*(trial.run(False)[1] for _ in range(1 + again)), strict=True))
@@ -194,9 +194,10 @@ def _timed(graph: Graph, piece: Piece, sizes: Sizes) -> Sizes:
 
 
 @contextlib.contextmanager
-def _undisturbed(graph: Graph, piece: Piece) -> Iterator[None]:
-    """No random number of the user's is drawn, and no tensor is of inference mode."""
-    device = graph.values[piece.activated].device
+def apart(graph: Graph, at: int) -> Iterator[None]:
+    """No random number, inference mode or hook on what is saved of the user's is in a trial."""
+    device = graph.values[graph.nodes[at].out[0]].device
     gpus = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), torch.inference_mode(False):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.random.fork_rng(gpus), torch.inference_mode(False), hooks:
         yield

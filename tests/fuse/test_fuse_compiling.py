@@ -2,15 +2,19 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from beside import results, same
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import lookup_backend
 from whole import Speller
 
+from bahdanau_fast.fuse import compiling
 from bahdanau_fast.fuse.compiling import backend, fuse_graph
+from bahdanau_fast.fuse.graph import state
 
 ATTENTION, STEPS = torch.ops.bahdanau_fast.attention.default, 2
 
@@ -101,3 +105,53 @@ def test_what_a_graph_writes_to_is_written_to():
         call(*given())
     assert float(model.calls) == 2.0
     assert operators(graphs) == [STEPS]
+
+
+def scores(m, q, u):
+    return m.V(torch.tanh(m.W(q) + u)).squeeze(2)
+
+
+def weigh(scores, values):
+    return scores.softmax(1).unsqueeze(1) @ values
+
+
+READ = {
+    "sum_in_place": lambda m, q, k: [(u := m.U(k)).view(-1), m.V(u.add_(m.W(q)).tanh()).softmax(1)],
+    "tanh_in_place": lambda m, q, k: [x := m.W(q) + m.U(k), m.V(x.tanh_()).softmax(1)],
+    "masked": lambda m, q, k: [s := scores(m, q, k), weigh(s.masked_fill_(k[..., 0] < 0, -1e9), k)],
+    "relu_in_place": lambda m, q, k: weigh(scores(m, q, u := m.U(k)), F.relu(u, inplace=True)),
+    "out": lambda m, q, k: weigh(scores(m, q, u := m.U(k).detach()), torch.mul(u, 2, out=u)),
+    "second": lambda m, q, k: weigh(scores(m, c := weigh(scores(m, q, k), k), k), k) + c,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_written_to_or_returned_is_there(name):
+    module = nn.ModuleDict({"W": nn.Linear(6, 6), "U": nn.Linear(6, 6), "V": nn.Linear(6, 1)})
+    both = torch.compile(READ[name], backend=recording([])), READ[name]
+    for n in (2, 8, 20):
+        x = [torch.randn(n, t, 6, requires_grad=True) for t in (1, 9)]
+        same(*(results(partial(each, module, *x), x, module) for each in both))
+
+
+@pytest.mark.parametrize("rewrites", [None, 0, 1])
+def test_a_rewrite_that_fails_leaves_the_graph_before_it(rewrites, monkeypatch):
+    """After some rewrites, or before any, where the graph cannot even be noted."""
+    left, model, graphs = iter([None] * (rewrites or 0)), speller(), []
+    modules = SimpleNamespace(Node=fx.Node, GraphModule=lambda *x: next(left) or fx.GraphModule(*x))
+    monkeypatch.setattr(compiling, *(("_Notes", None) if rewrites is None else ("fx", modules)))
+    same(torch.compile(model, backend=recording(graphs))(*given()), model(*given()))
+    assert operators(graphs) == [rewrites or 0]
+
+
+def test_a_trial_is_no_part_of_what_the_user_does():
+    def compiler(graph, inputs):
+        before = torch.random.get_rng_state(), state()
+        with torch.autograd.graph.saved_tensors_hooks(pytest.fail, pytest.fail):
+            made = fuse_graph(graph, inputs)
+        assert made is not graph
+        assert torch.equal(torch.random.get_rng_state(), before[0])
+        assert state() == before[1]
+        return made
+
+    torch.compile(speller(), backend=compiler)(*given())
