@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from bahdanau_fast.fuse.caches import NoCaches
-from bahdanau_fast.fuse.find import find, summed
-from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Node, Ref, mapped, need, state, tensors
-from bahdanau_fast.fuse.plan import plan
+from bahdanau_fast.fuse.find import summed
+from bahdanau_fast.fuse.graph import ACTIVATIONS, SIZED, Graph, Node, Ref, mapped, state, tensors
+from bahdanau_fast.fuse.plan import find_plan
 from bahdanau_fast.fuse.probe import small_sizes
 from bahdanau_fast.fuse.prove import apart, as_before, prove
 
@@ -55,6 +55,10 @@ class _Notes:
         self.made: dict[int, fx.Node] = {}  # the node of each tensor, by number
         self.numbers: dict[Any, Any] = {}
         inputs, now, inside = iter(example_inputs), state(), 0
+        for node in module.graph.find_nodes(op="placeholder"):
+            for n in getattr(node.meta.get("example_value"), "shape", ()):
+                if str(n).partition(" - s")[0].isdigit():
+                    int(n)  # a guard: joined with others, it is as wide as a weight
         for node in module.graph.nodes:
             value = node.meta.get("example_value", node.meta.get("val"))
             held = node.op == "get_attr"
@@ -78,7 +82,7 @@ class _Notes:
             return self.graph.add(value, maker, False, constant)
         if isinstance(value, (tuple, list)):
             return tuple(self.number(each, maker, constant) for each in value)
-        return value.node.hint if isinstance(value, torch.SymInt) else value
+        return self.graph.size(value) if isinstance(value, torch.SymInt) else value
 
     def call(self, node: fx.Node, name: str, value: Any, now: Any, changed: bool) -> Any:
         graph, numbers, at = self.graph, self.numbers, len(self.graph.nodes)
@@ -102,6 +106,9 @@ class _Notes:
             numbers[node.kwargs.get("out", node.args[0])] = found
         func = getattr(Tensor, name) if node.op == "call_method" else node.target
         out, single = tuple(tensors([found])), type(found) is Ref
+        # A number that is computed may be another one in another call.
+        numeric = not all(tensors(numbers.get(each)) for each in node.all_input_nodes)
+        changed |= numeric and name.strip("_") not in SIZED
         graph.append(Node(func, name.strip("_"), args, kwargs, out, wrote, single, now, changed))
         self.calls.append(node)
         return found
@@ -113,9 +120,8 @@ def _fused(module: fx.GraphModule, notes: _Notes, at: int) -> fx.GraphModule:
 
     graph, sizes = notes.graph, small_sizes(notes.graph, at)
     with apart(graph, at):
-        piece = find(graph, at, sizes, range(len(graph.nodes)))
+        piece, made = find_plan(graph, at, sizes, range(len(graph.nodes)))
         prove(graph, piece, sizes, None)
-        made = plan(graph, piece, sizes, sizes.full, _symbols(graph))
         # A graph keeps nothing between calls.
         function = functools.partial(made.run, NoCaches(), lambda w: w)
         trace = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)
@@ -144,19 +150,6 @@ def _fused(module: fx.GraphModule, notes: _Notes, at: int) -> fx.GraphModule:
     rewritten = fx.GraphModule(module, new)
     notes.calls, notes.made = calls, nodes
     return rewritten
-
-
-def _symbols(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Of each size that is a symbol, a tensor and an axis that have it."""
-    found: dict[int, tuple[int, int]] = {}
-    for number, value in enumerate(graph.values):
-        sizes: Any = value.tensor.shape  # type: ignore[union-attr]
-        for axis, n in enumerate(sizes):
-            if isinstance(n, torch.SymInt):
-                other, place = found.setdefault(value.shape[axis], (number, axis))
-                known: Any = graph.values[other].tensor
-                need(str(known.shape[place]) == str(n), "two of its sizes are equal by chance")
-    return found
 
 
 def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:

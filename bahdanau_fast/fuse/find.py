@@ -107,7 +107,7 @@ def find(graph: Graph, at: int, sizes: Sizes, calls: range, kept: Collection[int
     """The additive attention around an activation, in some calls; what ``kept`` make is held."""
     need(all(i < at for i in kept), "something of it is kept after the call")
     now = graph.nodes[at].state  # another one is inside an autograd.Function, or without gradients
-    others = {i for i in calls if graph.nodes[i].state != now or graph.nodes[i].hooked}
+    others = {i for i in calls if graph.nodes[i].state != now or graph.nodes[i].pinned}
     pinned = {*range(calls.start), *kept, *others}
     need(at not in pinned, "gradients are saved otherwise within it")
     while True:

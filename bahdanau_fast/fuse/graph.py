@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.fuse.late import QUERIES
 
-__all__ = ["ACTIVATIONS", "Graph", "Left", "Node", "Recorder", "Ref", "Sizes", "State", "Value",
-           "mapped", "need", "state", "tensors"]  # fmt: skip
+__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Left", "Node", "Recorder", "Ref", "Sizes", "State",
+           "Value", "mapped", "need", "state", "tensors"]  # fmt: skip
 
 ACTIVATIONS = {"tanh", "relu", "leaky_relu"}
 _HERE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 # Results of so many elements, larger than what they are made of, are not kept alive.
 _LARGE = 1 << 20
+_PRIME = 101  # the first number of a size that is a symbol
 
 
 class Left(Exception):
@@ -66,12 +67,10 @@ def state() -> State:
 class Value:
     """A tensor of a call: what it is, and itself while that is known."""
 
-    def __init__(self, x: Tensor, maker: int | None, large: bool, constant: bool) -> None:
+    def __init__(self, x: Tensor, maker: Any, large: bool, constant: bool, size: Any) -> None:
         self.usual = usual = x.layout is torch.strided and not x.is_nested
         given: Any = (x.shape, x.stride()) if usual else ((), ())
-        self.shape, strides = (
-            tuple(n if type(n) is int else n.node.hint for n in each) for each in given
-        )
+        self.shape, strides = (tuple(map(size, each)) for each in given)
         # Axes as they lie in memory.
         self.order = sorted(range(len(strides)), key=lambda d: -(strides[d] or math.inf))
         self.dtype, self.device, self.kind = x.dtype, x.device, type(x)
@@ -79,7 +78,7 @@ class Value:
         self._storage = x.untyped_storage()._cdata if usual else None
         self.maker = maker  # number of the call that made it
         self.users: list[int] = []  # of the calls that read it
-        self.constant = constant  # made of parameters alone
+        self.constant = constant and all(type(n) is int for n in given[0])  # of parameters alone
         self.large = large  # not kept alive
         self._tensor, self._kept = weakref.ref(x), None if large else x
 
@@ -114,7 +113,7 @@ class Node(NamedTuple):
     writes: tuple[tuple[int, int], ...]  # (before, after) of what it wrote to
     single: bool  # whether its result is one tensor
     state: State
-    hooked: bool = False  # whether there were hooks on what is saved
+    pinned: bool = False  # it stays as it is, by hooks on what is saved or by numbers in it
     place: str = ""  # file and line of the user's code
     seconds: float = 0.0
 
@@ -158,6 +157,7 @@ class Graph:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.values: list[Value] = []
+        self.symbols: dict[Any, int] = {}  # a number for each size that is a compiler's symbol
         self._numbers: dict[int, int] = {}
 
     def find(self, x: Tensor) -> Ref | None:
@@ -179,8 +179,22 @@ class Graph:
     ) -> Ref:
         """A new number for a tensor: it is new, or has been written to."""
         number = self._numbers[id(x)] = len(self.values)
-        self.values.append(Value(x, maker, large, constant))
+        self.values.append(Value(x, maker, large, constant, self.size))
         return Ref(number)
+
+    def size(self, n: Any) -> int:
+        """A size as a number: symbols stand for any, so theirs are primes, as is a quotient's."""
+        if type(n) is int:
+            return n
+        expr = n.node.expr
+        number = expr.xreplace({s: self._prime(s) for s in sorted(expr.free_symbols, key=str)})
+        small = expr.free_symbols and number < _PRIME
+        return self._prime(expr) if small or not expr.is_polynomial() else int(number)
+
+    def _prime(self, x: Any) -> int:
+        primes = (p for p in itertools.count(_PRIME) if all(map(p.__mod__, range(2, p))))
+        new = itertools.islice(primes, len(self.symbols), None)
+        return self.symbols.get(x) or self.symbols.setdefault(x, next(new))
 
     def constant(self, refs: list[int]) -> bool:
         """Whether what is made of these is made of parameters alone."""
@@ -275,40 +289,40 @@ def _place() -> str:
 # Functions after which anybody may write to a tensor.
 _LENT = {"numpy", "array", "data_ptr", "dlpack", "untyped_storage", "storage"}
 # Functions whose integers are sizes.
-_SIZED = {
+SIZED = {
     *("view", "reshape", "expand", "repeat", "broadcast_to", "unflatten", "new_zeros", "new_ones"),
     *("repeat_interleave", "new_full", "zeros", "ones", "full"),
 }
-_SMALL = (2, 3, 5, 7, 11, 13, 17, 19, 23)
+_SMALL = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 _LEAST = 5  # smaller sizes stay: they may number an axis
 
 
 class Sizes(NamedTuple):
     """Other sizes for the calls of a graph. Where two axes have the same, both change alike."""
 
-    small: dict[int, int]  # in place of each that changes
+    small: dict[int, int]  # in place of each that changes, another one
 
     @classmethod
-    def of(cls, values: Collection[Value], fixed: set[int]) -> Sizes:
-        """As small as different sizes of some tensors may be; those of parameters stay."""
+    def of(cls, values: Collection[Value], fixed: set[int], unlike: Sizes | None = None) -> Sizes:
+        """As small as different sizes may be, ``unlike`` others; those of parameters stay."""
         fixed = fixed | {n for v in values if v.constant for n in v.shape}
         every = {n for v in values for n in v.shape}
-        taken = {n for n in every if n < _LEAST or n in fixed}
-        bases = [n for n in taken if 1 < n < _LEAST]
-        small: dict[int, int] = {}
-        for n in sorted(every - taken):
-            products = (itertools.combinations_with_replacement(bases, r) for r in (2, 3))
-            parts = next((p for p in itertools.chain(*products) if math.prod(p) == n), None)
-            if parts is not None:
-                new = math.prod(small.get(each, each) for each in parts)
-            else:
-                new = next((p for p in _SMALL if p < n and p not in taken), n)
+        others = unlike.small if unlike else {}
+        for primes in (_SMALL[i:] for i in range(6)):  # until no product is another size
+            small = {n: n for n in every if n < _LEAST or n in fixed}
+            bases = [n for n in small if 1 < n < _LEAST]
+            for n in sorted(every - small.keys()):
+                products = (itertools.combinations_with_replacement(bases, r) for r in (2, 3))
+                parts = next((p for p in itertools.chain(*products) if math.prod(p) == n), None)
+                if parts is not None:
+                    small[n] = math.prod(small[each] for each in parts)
+                    continue
                 bases.append(n)
-            if new in taken:
-                return cls({})
-            small[n] = new
-            taken.add(new)
-        return cls(small)
+                taken = {*small.values(), others.get(n)}
+                small[n] = next((p for p in primes if p < n and p not in taken), n)
+            if len({*small.values()}) == len(small):
+                return cls({n: new for n, new in small.items() if new != n})
+        return cls({})
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         """In place of one of the call."""
@@ -324,7 +338,7 @@ class Sizes(NamedTuple):
         parts: Any = args[0] if args and type(args[0]) in (list, tuple) else ()
         if len(parts) in self.small and parts.count(parts[0]) == len(parts):  # again and again
             args = parts[: self.small[len(parts)]], *args[1:]
-        if node.name in _SIZED:
+        if node.name in SIZED:
             given = args, kwargs
             args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, given)
         return args, kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ from torch import Tensor
 from bahdanau_fast import run
 from bahdanau_fast.call import Call
 from bahdanau_fast.fuse.caches import scaled
-from bahdanau_fast.fuse.find import Addend, Piece, Place
+from bahdanau_fast.fuse.find import Addend, Piece, Place, find
 from bahdanau_fast.fuse.graph import Graph, Ref, Sizes, need
+from bahdanau_fast.fuse.probe import small_sizes
 from bahdanau_fast.reference import TANH
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "find_plan", "plan"]
 
 # Elements of the activated sum below which a memory of projected keys costs more than it saves.
 _SMALL = 1 << 18
@@ -34,6 +35,7 @@ class Plan(NamedTuple):
     # (context or scores, weights or None).
     run: Callable[..., tuple[Tensor, Tensor | None]]
     inputs: list[int]  # numbers of the tensors that it takes
+    source: str
 
 
 class _Symbol(int):
@@ -86,11 +88,23 @@ class _Code(NamedTuple):
         return _Code(f"{self.source}.narrow({axis}, {begin}, {length})", shape)
 
 
-def plan(
-    graph: Graph, piece: Piece, sizes: Sizes, size: Callable[[int], int], symbols: Any = None
-) -> Plan:
-    """Of a piece, with ``size`` of each small one; symbols change: {size: (tensor, axis)}."""
-    return _Planner(graph, piece, sizes, size, symbols or {}).plan()
+def plan(graph: Graph, piece: Piece, sizes: Sizes, size: Callable[[int], int]) -> Plan:
+    """Of a piece, with ``size`` of each small one."""
+    return _Planner(graph, piece, sizes, size).plan()
+
+
+def find_plan(
+    graph: Graph, at: int, sizes: Sizes, calls: range, kept: Collection[int] = ()
+) -> tuple[Piece, Plan]:
+    """The piece around an activation, as :func:`find` has it, and its plan."""
+    made, total = [], graph.values[graph.nodes[at].out[0]].shape
+    for each in (sizes, small_sizes(graph, at, sizes)) if sizes.small else (sizes,):
+        need(math.prod(each.shape(total)) <= 1 << 24, "is too large to be tried")
+        piece = find(graph, at, each, calls, kept)
+        made.append((piece, plan(graph, piece, each, each.full)))
+    # What is the same at both has counted nothing but constants.
+    need(made[0][1].source == made[-1][1].source, "what it counts is a size of its data")
+    return made[0]
 
 
 def laid(x: Tensor) -> Tensor:
@@ -101,12 +115,25 @@ def laid(x: Tensor) -> Tensor:
     return view
 
 
+def _symbols(graph: Graph) -> dict[Any, Any]:
+    """Expressions of a compiler's sizes; of each symbol in them an input and its axis."""
+    found: dict[Any, Any] = {}
+    for number, value in enumerate(graph.values):
+        sizes: Any = value.tensor.shape  # type: ignore[union-attr]
+        for axis, (size, n) in enumerate(zip(value.shape, sizes, strict=False)):
+            expr: Any = n if type(n) is int else n.node.expr
+            need(found.setdefault(size, expr) == expr, "two of its sizes are equal by chance")
+            if value.maker is None and getattr(expr, "is_Symbol", False):
+                found.setdefault(expr, (number, axis))
+    return found
+
+
 class _Planner:
     def __init__(
-        self, graph: Graph, piece: Piece, sizes: Sizes, size: Callable[[int], int], symbols: Any
+        self, graph: Graph, piece: Piece, sizes: Sizes, size: Callable[[int], int]
     ) -> None:
-        self.graph, self.p, self.sizes = graph, piece, sizes
-        self._size, self._symbols = size, symbols
+        self.graph, self.p, self.sizes, self._size = graph, piece, sizes, size
+        self._symbols = _symbols(graph) if graph.symbols else {}
         self.inputs: list[int] = []
         axes = iter(self.all(piece.sizes))
         self.b, self.q, self.k = (math.prod(itertools.islice(axes, n)) for n in piece.groups)
@@ -114,11 +141,13 @@ class _Planner:
         self.grad = graph.nodes[piece.at].state.grad
 
     def size(self, n: int) -> int:
-        found = self._size(n)
-        if found not in self._symbols:
+        found, known = self._size(n), self._symbols
+        expr = known.get(found, found)
+        if type(expr) is int:
             return found
-        number, axis = self._symbols[found]
-        return _Symbol(found, f"{self.name(number)}.shape[{axis}]")
+        read = {s: f"{self.name(known[s][0])}.shape[{known[s][1]}]" for s in expr.free_symbols}
+        axes = {s: s.func(source, integer=True) for s, source in read.items()}
+        return _Symbol(found, f"({expr.xreplace(axes)})")
 
     def all(self, sizes: Iterable[int]) -> list[int]:
         return [self.size(n) for n in sizes]
@@ -157,7 +186,7 @@ class _Planner:
         wide = self.size(step)
         code = code.reshape([math.prod(code.shape) // wide, wide])
         for axis, begin in enumerate(divmod(first, step)):
-            code = code.narrow(axis, self.size(begin), part[axis])
+            code = code.narrow(axis, begin, part[axis])
         return code.source if across == 1 else f"{code.source}.t()"
 
     def vectors(self) -> list[str]:
@@ -225,7 +254,7 @@ class _Planner:
             linear=F.linear, laid=laid, Call=Call, run=run, scaled=scaled, torch=torch,
         )  # fmt: skip
         exec(source, names)
-        return Plan(names["planned"], self.inputs)
+        return Plan(names["planned"], self.inputs, source)
 
     def laid(self, code: _Code, number: int, way: tuple[list[int], list[int]]) -> str:
         """A result as the user has it."""

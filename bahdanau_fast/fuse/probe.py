@@ -66,8 +66,8 @@ def _moves(graph: Graph, node: Node) -> bool:
     return node.name in _MOVES and (node.single or node.name == "broadcast_tensors")
 
 
-def small_sizes(graph: Graph, at: int) -> Sizes:
-    """Sizes at which to look around an activation."""
+def small_sizes(graph: Graph, at: int, unlike: Sizes | None = None) -> Sizes:
+    """Sizes at which to look around an activation, ``unlike`` others."""
     node = graph.nodes[at]
     seen, after, todo = {*node.out}, [*node.out], node.refs()
     joined: set[int] = set()
@@ -86,7 +86,7 @@ def small_sizes(graph: Graph, at: int) -> Sizes:
             if user.name in _AFTER:
                 seen.update(user.refs(), user.out)
                 after += user.out
-    return Sizes.of([graph.values[v] for v in seen], joined)
+    return Sizes.of([graph.values[v] for v in seen], joined, unlike)
 
 
 class Probe:
@@ -105,7 +105,9 @@ class Probe:
         nodes = [self.graph.nodes[i] for i in ids]
         feed = self.zeros(v for n in nodes for v in n.refs() if v not in n.operands()) | feed
         laid = {v: self.graph.values[v].laid(x) for v, x in feed.items()}
-        return self.graph.evaluate(ids, laid, [want], self.sizes)[0]
+        made = self.graph.evaluate(ids, laid, [want], self.sizes)[0]
+        need(made.shape == self.shape(want), "its sizes depend on each other")
+        return made
 
     def zeros(self, numbers: Iterable[int]) -> dict[int, Tensor]:
         """In place of tensors."""

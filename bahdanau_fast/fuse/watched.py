@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.fuse.find import Piece, find, summed
+from bahdanau_fast.fuse.find import Piece, summed
 from bahdanau_fast.fuse.graph import ACTIVATIONS, Graph, Left, Recorder, Ref, Sizes, state
 from bahdanau_fast.fuse.late import AVAILABLE, replace_functions, restore_functions
-from bahdanau_fast.fuse.plan import Plan, plan
+from bahdanau_fast.fuse.plan import Plan, find_plan, plan
 from bahdanau_fast.fuse.probe import small_sizes
 from bahdanau_fast.fuse.prove import Times, prove, times
 from bahdanau_fast.fuse.report import NOTED, Kind, Record
@@ -342,17 +342,17 @@ def _piece(graph: Graph, i: int, span: _Span) -> tuple[Piece, Plan, Times]:
     else:
         pinned = {span.begin + j for j in kept}
         try:
-            piece = find(graph, i, sizes, calls, pinned)
+            piece, made = find_plan(graph, i, sizes, calls, pinned)
         except (Left, RuntimeError, LookupError):
             if not sizes.small or n > _LARGEST:
                 raise
             sizes = Sizes({})
-            piece = find(graph, i, sizes, calls, pinned)
+            piece, made = find_plan(graph, i, sizes, calls, pinned)
         span.near = True  # whatever fails from here on
         inside = {v for i in piece.late for v in graph.nodes[i].out}
         for v in inside - {piece.scores, piece.weights}:
             graph.values[v].loosen()  # it needs no memory any longer
-        made, timed, took = plan(graph, piece, sizes, sizes.full), 0, None
+        timed, took = 0, None
         prove(graph, piece, sizes, made)
     if not timed / 4 < n < 4 * timed:
         timed, took = n, times(graph, piece, sizes, made)
@@ -365,7 +365,9 @@ def _form(graph: Graph, i: int, sizes: Sizes) -> Any:
     """What is the same of a call at other sizes."""
     node = graph.nodes[i]
     values = [graph.values[v] for v in node.refs()]
-    kinds = [(v.dtype, v.device, v.requires_grad, sizes.shape(v.shape)) for v in values]
+    # What is counted by a size that stays holds for that one alone.
+    told = {n: -new for n, new in sizes.small.items()}
+    kinds = [(v.dtype, v.device, v.requires_grad, *map(told.get, v.shape, v.shape)) for v in values]
     return node.name, repr(sizes.arguments(node)), node.out, node.writes, node.state, *kinds
 
 
