@@ -301,8 +301,7 @@ cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
   call.tell("parameters", quoted(hex(parameters, bytes)));
   const cudaError_t error = call.run([&](Gpus& all) {
     const cudaError_t refused = use(all, config->stream);
-    return refused != cudaSuccess ? refused
-                                  : check_launch(all, kernel, *config);
+    return refused != cudaSuccess ? refused : check_launch(all, kernel, *config);
   });
   const Runs& runs = Runs::get();
   if (error != cudaSuccess || captures(config->stream)) return error;
