@@ -109,6 +109,7 @@ def performance(measured: list[Run], felt: list[list[rows.Row]]) -> list[str]:
             f"### {processor(of_one[0]['where'])}",
             "",
             *summary.users(of_one),
+            "",
             *summary.hosts(of_one),
         ]
     return lines
@@ -138,7 +139,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
     measured, felt = runs(results), rows.measured("cpu", results)
     gpus = rows.measured("gpu", results)
-    gpu_lines = [line for of_gpu in gpus for line in summary.block(of_gpu)]
+    gpu_lines = [line for of_gpu in gpus for line in (*summary.block(of_gpu), "")][:-1]
     first = measured[0], gpus[0]
     return {
         docs / "performance.md": _between(docs / "performance.md", performance(measured, felt)),

@@ -67,7 +67,8 @@ def users(found: list[Row]) -> list[str]:
     cells = [[text, *(_felt(of.get(who)) for who in whos)]
              for text, of in zip(_named_once(felt), felt.values(), strict=True)]  # fmt: skip
     notes = {row["note"]: "" for of in felt.values() for row in of.values() if OPEN in row["note"]}
-    return [*markdown(["milliseconds", *whos], cells), "", *(f"\\* {note}." for note in notes)]
+    lines = [line for note in notes for line in ("", f"\\* {note}.")]
+    return [*markdown(["milliseconds", *whos], cells), *lines]
 
 
 def hosts(found: list[Row]) -> list[str]:
@@ -99,34 +100,36 @@ def device(row: Row | None) -> str:
 
 
 def kernels(found: list[Row]) -> list[str]:
-    """Microseconds in a graph, forward/with backward, of the calls that others were timed in."""
+    """Microseconds in a graph, forward/with backward; where others were timed, of their calls."""
+    calls = by_call(row for row in found if row["stage"] in ("time", "rivals"))
     rivals = {call for row in found if row["stage"] == "rivals" for call in by_call([row])}
+    calls = {call: of for call, of in calls.items() if call in rivals or not rivals}
+    whos = [who for who in KERNELS if any(who in of for of in calls.values())]
     cells: dict[str, list[str]] = {}
-    for call, of in by_call(row for row in found if row["stage"] in ("time", "rivals")).items():
-        if call not in rivals:
-            continue
+    for call, of in calls.items():
         shape, task, way, dtype = call.rsplit(", ", 3)
         if task != "full":  # the library's products are most of that
             label = f"{shape.split()[1]} {SHORT[dtype]}" + (", W_q too" if task == "step" else "")
-            times = [device(of.get(who)) for who in KERNELS]
+            times = [device(of.get(who)) for who in whos]
             if way != "forward":
                 before = cells.get(label, ["-"] * len(times))
                 times = [f"{first}/{both}" for first, both in zip(before, times, strict=True)]
             cells[label] = times
     rows = [[label, *(t if t.strip("-/") else "" for t in of)] for label, of in cells.items()]
-    return markdown(["microseconds", *KERNELS.values()], rows) if rows else []
+    return markdown(["microseconds", *map(KERNELS.__getitem__, whos)], rows) if rows else []
 
 
 def block(found: list[Row]) -> list[str]:
     """What docs/gpu.md has of a GPU between its marks."""
-    report = found[0]["where"]
-    if all(row["stage"] == "lab" for row in found):
-        return ["", *wrapped(f"{report}: plans of kernels alone, `lab` in `benchmarks/results`.")]
-    felt = next((row["where"] for row in found if row["stage"] == "user"), report)
-    other = [part for part in felt.split("; ") if part not in report.split("; ")]
-    lines = [*wrapped(f"{report}. {checks(found)}"), "", *users(found), ""]
-    lines += [*wrapped(f"Of this table: {'; '.join(other)}."), ""] if other else []
-    return [*lines, *hosts(found), "", *kernels(found)]
+    checked = [row for row in found if row["stage"] != "lab"]
+    felt, report = [row for row in checked if row["stage"] == "user"], checked[0]["where"]
+    parts = [wrapped(f"{report}. {checks(found)}")]
+    if felt:
+        parts.append(users(found))
+        other = [part for part in felt[0]["where"].split("; ") if part not in report.split("; ")]
+        parts += [wrapped(f"Of this table: {'; '.join(other)}.")] if other else []
+        parts.append(hosts(found))
+    return [line for part in (*parts, kernels(found)) for line in ("", *part)][1:]
 
 
 def wrapped(text: str) -> list[str]:

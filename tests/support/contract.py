@@ -141,7 +141,7 @@ CONTRACT |= {
     f"{name} inputs": {
         "layout": dict.fromkeys(("queries", "keys", "values", "w_q", "w_k", "w_v", "bias"), name)
     }
-    for name in ("sliced", "strided")
+    for name in ("sliced", "strided", "part")
 }
 CONTRACT |= {
     f"{name} inputs": {"layout": dict.fromkeys(("queries", "keys", "values"), name)}
@@ -149,7 +149,7 @@ CONTRACT |= {
 }
 CONTRACT |= {
     f"{name} output gradients": {"layout": {"context": name, "weights": name}}
-    for name in ("sliced", "strided", "transposed", "batch_last", "expanded")
+    for name in ("sliced", "strided", "part", "transposed", "batch_last", "expanded")
 }
 
 #: What is inside a score: features that are more than a vector wide, or one alone (coverage).

@@ -5,6 +5,11 @@ import torch
 NAN = float("nan")
 
 
+def around(x):
+    """What is beside the values; torch's AMX product reads it, times zero."""
+    return 3e38 if x.dtype == torch.bfloat16 else NAN
+
+
 def plain(x):
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -24,9 +29,14 @@ def strided(x):
 
 def sliced(x):
     """The middle of a larger tensor: an odd offset and odd row strides."""
-    around = 3e38 if x.dtype == torch.bfloat16 else NAN  # torch's AMX product reads it, times zero
-    padded = x.new_full([size + 3 for size in x.shape], around)
+    padded = x.new_full([size + 3 for size in x.shape], around(x))
     return padded[tuple(slice(1, size + 1) for size in x.shape)].copy_(x)
+
+
+def part(x):
+    """Contiguous, but not at the beginning, as parameters that share a buffer are."""
+    whole = x.new_full((x.numel() + 6,), around(x))
+    return whole[3 : x.numel() + 3].view(x.shape).copy_(x)
 
 
 def batch_last(x):
@@ -41,4 +51,4 @@ def expanded(x):
     return x[:1].clone().expand(x.shape) if x.shape[0] else x.clone()
 
 
-LAYOUTS = {f.__name__: f for f in (plain, transposed, strided, sliced, batch_last, expanded)}
+LAYOUTS = {f.__name__: f for f in (plain, transposed, strided, sliced, part, batch_last, expanded)}

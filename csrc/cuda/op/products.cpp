@@ -23,11 +23,10 @@ Tensor matrix(const Tensor& x, bool transposed = false) {
   std::array<int64_t, 2> sizes{1, columns}, strides{columns > 0 ? columns : 1, 1};
   for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes[0] *= x.size(i);
   if (transposed) std::swap(sizes[0], sizes[1]), std::swap(strides[0], strides[1]);
-  int64_t offset = 0;
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+  constexpr int64_t further = 0;  // than x begins in its storage
   TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(x.get(), 2, sizes.data(), strides.data(), offset, &handle));
+      aoti_torch__reinterpret_tensor(x.get(), 2, sizes.data(), strides.data(), further, &handle));
   return Tensor(handle);
 }
 
