@@ -80,6 +80,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
                 record.leave("", "its forward was replaced on the instance")
             else:
                 record.names = {id(p): key for key, p in module.named_parameters()}
+                record.methods = _others(type(module))
                 watch(module, record)
         record.always = record.always or always
         record.at_once = record.at_once or example is not None
@@ -116,6 +117,14 @@ _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLaye
 
 def _is_torchs(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] == "torch"
+
+
+def _others(kind: Any) -> list[str]:
+    """Methods beside ``forward`` that none of the class calls: who calls them is not watched."""
+    users = [vars(each) for each in kind.__mro__ if each is not object and not _is_torchs(each)]
+    own = {n: f for each in users for n, f in each.items() if inspect.isfunction(f)}
+    called = {"forward"}.union(*(function.__code__.co_names for function in own.values()))
+    return [name for name in own if name not in called and not name.startswith("_")]
 
 
 def _compiles(module: nn.Module) -> bool:

@@ -79,6 +79,7 @@ class Record:
         self.places: dict[tuple[str, str], Any] = {}
         self.reasons: dict[str, str] = {}
         self.names: dict[int, str] = {}
+        self.methods: list[str] = []  # that somebody else may call
 
     def __deepcopy__(self, memo: Any) -> Record:
         return Record(self.name, self.kind, self.always)
@@ -222,7 +223,11 @@ class Report:
     def __str__(self) -> str:
         rows, states = self._rows(), [record.state for record in self._records]
         none, waiting = states.count("none"), states.count("waiting")
-        notes = [f"{waiting} modules are looked at when they are called"] * bool(waiting)
+        found = [each for each in self._records if each.state in ("none", "waiting")]
+        others = [f"{each.name or each.kind}.{name}" for each in found for name in each.methods]
+        notes = [f"calls of other methods than forward are not watched: {', '.join(others)}"]
+        notes = notes * bool(others)
+        notes += [f"{waiting} modules are looked at when they are called"] * bool(waiting)
         if len(rows) == 1:
             seen = [f"no additive attention in {none} modules that were called"] * bool(none)
             return "; ".join([*seen, *notes]) or "no module to look at"

@@ -76,6 +76,33 @@ def test_the_report_prints_as_a_table():
     assert str(bf.fuse(nn.Linear(3, 3))) == "no module to look at"
 
 
+class Scorer(nn.Module):
+    """As SR-GNN's: a caller gives what forward made to another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.attention = nn.Linear(16, 16), tutorial()
+
+    def forward(self, x):
+        return self.encoder(x)
+
+    def compute_scores(self, query, keys):
+        return self.weigh(query, keys)
+
+    def weigh(self, query, keys):
+        return torch.tanh(query + keys)
+
+
+def test_methods_that_are_not_watched_are_named():
+    module = Scorer()
+    report = bf.fuse(module)
+    for _ in range(3):
+        module.compute_scores(*inputs())
+        assert "other methods than forward are not watched: Scorer.compute_scores" in str(report)
+        module(inputs()[0])
+    assert "other methods" not in str(bf.fuse(tutorial()))
+
+
 def test_what_does_not_pay_runs_as_written(monkeypatch):
     monkeypatch.setattr(fuse_report, "PAYS", 0.0)
     module = tutorial()
