@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import bahdanau_fast.checkout  # noqa: F401  before all others
 from bahdanau_fast import backends, reference
 from bahdanau_fast.functional import additive_attention, additive_scores, masked_softmax
-from bahdanau_fast.fuse import fuse, unfuse
-from bahdanau_fast.fuse.compiling import fuse_graph
+from bahdanau_fast.fuse import fuse, fuse_graph, unfuse
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM

@@ -55,13 +55,13 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         if weights.dtype is not made.dtype and not route.fp32_weights:
             weights = weights.to(made.dtype)
         if shape is not None and weights.dim() == 3:
-            weights = shape.restore(weights)
+            weights = shape.restore_weights(weights)
         if call.dropout is not None:
             dropped = call.dropout(weights)
             batch, keys_len, _ = call.values.shape
             context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
         elif link is not None:
-            context = link.connect(weights)
+            context = link.connect(weights, None if shape is None else shape.turned)
         assert context is not None
         return context if shape is None else shape.restore(context), weights
     except Exception:

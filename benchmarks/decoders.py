@@ -189,6 +189,6 @@ class Judge:
 
     def worst(self, work: Work) -> float:
         """Of a work's loss and gradients, or of its tokens."""
-        for _ in range(2):  # fuse looks at the first calls
+        for _ in range(4):  # fuse looks at the first calls
             self._result(work)
         return worst(self._result(work), self._own, self._want, self._bf16)

@@ -1,27 +1,30 @@
 """Additive attention in the models of others, computed by this package: ``fuse`` and ``unfuse``.
 
-It is found by what is computed. First calls run as they are and are noted (:mod:`.graph`); the
-pattern is found in the notes (:mod:`.find`), made one operator (:mod:`.plan`), proved and timed
-(:mod:`.prove`). Later calls are compared with the notes (:mod:`.tape`): those of the piece are put
-off (:mod:`.late`) until the operator runs, and anything else runs as the user wrote it.
+It is found by what is computed. First calls run as they are and are looked at (:mod:`.look`). Where
+they show additive attention, torch's compiler captures the module's forward and guards it
+(:mod:`.front`, :mod:`.capture`); in what it captured the pattern is found (:mod:`.find`), made one
+operator (:mod:`.plan`) and proved (:mod:`.prove`). The graph then runs as it is, with the operator
+where that takes less time (:mod:`.choice`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from bahdanau_fast import checks
+from bahdanau_fast.fuse.facts import is_of_torch
+from bahdanau_fast.fuse.front import put_back, record_of, watch
 from bahdanau_fast.fuse.report import Entry, Record, Report
-from bahdanau_fast.fuse.watched import put_back, record_of, watch
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.dot_product import DotProductAttention
 
-__all__ = ["Entry", "Report", "fuse", "unfuse"]
+__all__ = ["Entry", "Report", "fuse", "fuse_graph", "unfuse"]
 
 
 def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Report:
@@ -70,7 +73,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
             record = Record(name, type(module).__name__, always)
             if isinstance(module, (Additive, DotProductAttention)):
                 record.state = "own"
-            elif isinstance(module, torch.jit.ScriptModule) or _is_torchs(type(module)):
+            elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
                 continue
             elif any(isinstance(each, _FAST) for each in module.modules()):
                 record.leave("", "holds layers of torch that have a fast path of their own")
@@ -82,13 +85,17 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
                 record.names = {id(p): key for key, p in module.named_parameters()}
                 record.methods = _others(type(module))
                 watch(module, record)
-        record.always = record.always or always
+        record.shared.always |= always
         record.at_once = record.at_once or example is not None
         records.append(record)
     if example is not None:
-        model(*(example if isinstance(example, tuple) else (example,)))
+        args = example if isinstance(example, tuple) else (example,)
+        for _ in range(_CALLS):
+            model(*args)
+            if all(record.state != "looked" for record in records):
+                break
         for record in records:
-            record.at_once = record.always
+            record.at_once = record.shared.always
     return Report(records)
 
 
@@ -111,17 +118,27 @@ def unfuse(model: nn.Module) -> list[str]:
     return [name for name, _ in found]
 
 
+def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A graph with additive attention as the fused operator; the same one where it has none.
+
+    Args:
+        graph: as ``torch.compile`` hands it to a backend.
+        example_inputs: likewise; read where the graph does not say what its inputs are.
+    """
+    from bahdanau_fast.fuse import compiling
+
+    return compiling.fuse_graph(graph, example_inputs)
+
+
+# Calls with an example, at most: one is looked at, the next compiled, lazy layers take one before.
+_CALLS = 3
 # They compute otherwise where a mode of torch's functions is on.
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
-def _is_torchs(kind: Any) -> bool:
-    return str(kind.__module__).partition(".")[0] == "torch"
-
-
 def _others(kind: Any) -> list[str]:
     """Methods beside ``forward`` that none of the class calls: who calls them is not watched."""
-    users = [vars(each) for each in kind.__mro__ if each is not object and not _is_torchs(each)]
+    users = [vars(each) for each in kind.__mro__ if each is not object and not is_of_torch(each)]
     own = {n: f for each in users for n, f in each.items() if inspect.isfunction(f)}
     called = {"forward"}.union(*(function.__code__.co_names for function in own.values()))
     return [name for name in own if name not in called and not name.startswith("_")]
@@ -129,11 +146,11 @@ def _others(kind: Any) -> list[str]:
 
 def _compiles(module: nn.Module) -> bool:
     """Whether what it calls by name is compiled: a compiler would look into our mode."""
-    own = None if _is_torchs(type(module)) else type(module).forward
+    own = None if is_of_torch(type(module)) else type(module).forward
     todo: list[Any] = [module._compiled_call_impl, vars(module).get("forward", own)]
     seen: set[Any] = set()
     for each in todo:
-        if inspect.isfunction(each) and each not in seen and not _is_torchs(each):
+        if inspect.isfunction(each) and each not in seen and not is_of_torch(each):
             seen.add(each)
             with contextlib.suppress(ValueError):  # a cell that is empty yet
                 named = inspect.getclosurevars(inspect.unwrap(each))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bahdanau_fast.fuse.caches import Caches
-from bahdanau_fast.fuse.find import Addend, Piece
-from bahdanau_fast.fuse.graph import Graph, Ref
+import torch
+from torch import Tensor
 
-__all__ = ["NOTED", "Entry", "Kind", "Record", "Report"]
+from bahdanau_fast.graphs.caches import Caches, Shared
 
-# A piece is fused where it takes at most so much of its own code's time.
-PAYS = 0.8
-# Calls of a kind that are noted, at most.
-NOTED = 8
+if TYPE_CHECKING:
+    from bahdanau_fast.graphs.find import Addend, Piece
+    from bahdanau_fast.graphs.graph import Graph
+
+# Calls that run as written between two that are captured, where nothing is fused.
+_REST = 100
+
+__all__ = ["Entry", "Record", "Report"]
 
 
 @dataclass(frozen=True)
@@ -38,119 +41,101 @@ class Entry:
     text: str
 
 
-class Kind:
-    """What is known of a kind of call."""
-
-    def __init__(self) -> None:
-        self.tapes: list[Any] = []  # of the ways that it takes, the last one first
-        self.pinned: set[int] = set()  # calls whose results are kept, made at once
-        self.took: Any = None
-        self.pays = False
-        self.wanted, self.noted = True, 0  # whether the next call is noted; how many were
-        self.hits = self.misses = 0  # calls that took a way of a tape, and that did not
-        self.limit = 0.0  # seconds of a call, as written, that clearly has more to do
-
-    def note(self, seconds: float) -> None:
-        """A call was noted."""
-        self.wanted, self.noted, self.limit = False, self.noted + 1, 4 * seconds + 1e-3
+def _elements(args: tuple[Any, ...]) -> int:
+    """Elements of the tensors among some arguments."""
+    n = 0
+    for x in args:
+        if isinstance(x, Tensor):
+            n += x.numel()
+    return n
 
 
 class Record:
     """What is known of a module.
 
-    Its state is "waiting"; "fused"; "slow", found, but its own code is as fast; "left"; "own"; or
-    "none" where there is nothing of the kind.
+    Its state is "waiting"; "looked" at, and to be compiled; "fused", compiled with the operator in
+    it; "left"; "own"; or "none" where there is nothing of the kind.
     """
 
     def __init__(self, name: str, kind: str, always: bool = False) -> None:
         self.name, self.kind, self.state = name, kind, "waiting"
-        self.always = self.at_once = always  # fuse what does not pay; look at the next call
-        self.kinds: dict[Any, Kind] = {}
-        self.last: Any = None  # the tape of the last call, and what tells an equal one
-        self.proved: dict[Any, Any] = {}
-        self.caches = Caches()
-        # What its calls took as written, and what they are to take before one is noted again.
-        self.seconds = self.due = 0.0
-        self.dull = self.misses = self.fused = 0
-        self.moved = False  # whether pieces end elsewhere from now on
-        self.near = False  # whether it has a sum against a vector
-        self.varies = False  # whether its calls took several ways
-        self.trained = False  # a backward has come through what was fused
-        self.places: dict[tuple[str, str], Any] = {}
+        self.shared = Shared(Caches(), always)
+        self.at_once = always  # the next call is looked at
+        self.choices: list[Any] = []  # of its graphs
+        self.compiled = 0  # graphs
+        self.places: dict[tuple[str, str], str] = {}  # what is left of a place and formula
         self.reasons: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.methods: list[str] = []  # that somebody else may call
+        # How many calls, of how many elements at most, run as written: with gradients, without.
+        self._rest: dict[bool, list[int]] = {}
+        self.way: Any = None  # how it is called
+        self.done = False  # it is left for good
 
     def __deepcopy__(self, memo: Any) -> Record:
-        return Record(self.name, self.kind, self.always)
-
-    def leave(self, place: str, why: str) -> None:
-        """Say that something at a place stays as it is."""
-        self.reasons[place] = why
-        self.state = "left" if self.state in ("waiting", "none") else self.state
+        return Record(self.name, self.kind, self.shared.always)
 
     @property
-    def pays(self) -> bool:
-        """Whether a kind of its calls is fused."""
-        return any(kind.pays for kind in self.kinds.values())
+    def fused(self) -> int:
+        """How often a graph with the operator in it ran."""
+        return sum(kind.runs for choice in self.choices for kind in choice.kinds.values())
 
-    def asked(self, took: Any) -> Any:
-        """Plain and fused seconds, with backward once there was one."""
-        return took[2:] if self.trained else took[:2]
+    def rests(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call runs as written, as those of at most its size that were timed."""
+        rest = self._rest.get(torch.is_grad_enabled())
+        if rest is None or not rest[0] or _elements(args) > rest[1]:
+            return False
+        rest[0] -= 1
+        return True
 
-    def judge(self, kind: Kind) -> None:
-        """Whether a kind is fused: by the time of what is done with it, forward alone or both."""
-        plain, fused = self.asked(kind.took)
-        kind.pays = bool(kind.tapes) and (self.always or fused <= PAYS * plain)
-        self.state, self.last = "fused" if self.pays else "slow", None
+    def rest(self, args: tuple[Any, ...]) -> None:
+        """Nothing of this call was fused: the next ones like it run as written."""
+        self._rest[torch.is_grad_enabled()] = [_REST, _elements(args)]
 
-    def train(self, _: Any = None) -> None:
-        """A backward came through what was fused: from now on its time counts."""
-        self.trained = True
-        for kind in self.kinds.values():
-            if kind.tapes:
-                self.judge(kind)
+    def leave(self, place: str, why: str, done: bool = False) -> None:
+        """Say that something at a place stays as it is, or the module for good."""
+        self.reasons[place] = why
+        self.done |= done
+        if self.state in ("waiting", "none") or (self.state == "looked" and not place):
+            self.state = "left"
 
-    def found(self, graph: Graph, piece: Piece, took: Any) -> None:
+    def found(self, place: str, graph: Graph, piece: Piece) -> None:
         """Take down a piece."""
-        where = graph.nodes[piece.at].place
-        self.reasons.pop(where, None)
-        if self.moved:  # another piece than before is there
-            self.places = {key: x for key, x in self.places.items() if key[0] != where}
-            self.moved = False
-        device = graph.values[piece.activated].device
-        self.places[where, _formula(graph, piece, self.names)] = took, device
-
-    def miss(self, kind: Kind, tape: Any, why: str, kept: set[int]) -> None:
-        """A call took another way than its tapes, or keeps what is put off: the next is noted."""
-        self.misses += 1
-        kind.misses += 1
-        self.varies |= not kept
-        self.last, kind.wanted, kind.pinned = None, kind.noted < NOTED, kind.pinned | kept
-        hopeless = not kind.wanted and kind.misses > kind.hits
-        self.moved |= bool(kept)
-        if kept or hopeless:
-            kind.tapes = [each for each in kind.tapes if each is not tape and not hopeless]
-        if hopeless:
-            self.reasons[""], kind.limit, kind.pays = why, float("inf"), False
-            self.state = "fused" if self.pays else "left"
+        self.reasons.pop(place, None)
+        self.state = "fused"
+        rest = f"; softmax not part: {piece.rest}" if piece.context is None and piece.rest else ""
+        self.places[place, _formula(graph, piece, self.names)] = rest
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """A row for each place, and whether that is "fused", "waiting" or "left"."""
-        named, state = (self.name, self.kind), "fused" if self.state == "fused" else "left"
-        if self.state == "waiting":
+        """A row for each place and kind of call, and whether that is "fused" or "left"."""
+        named = (self.name, self.kind)
+        if self.state in ("waiting", "looked"):
             yield "waiting", Entry(*named, "", "", "is looked at when called")
         if self.state == "own":
             yield "left", Entry(*named, "", "", "already this package's")
-        for (place, formula), (took, device) in self.places.items():
-            plain, fused = (x * 1e6 for x in self.asked(took))
-            speed = f"{plain:.0f} us as written, {fused:.0f} us fused, on {device}"
-            text = "; ".join(self.reasons.values()) or f"runs as written, as fast: {speed}"
-            text = f"fused, {self.fused} times; {speed}" if state == "fused" else text
-            yield state, Entry(*named, place, formula, text)
-        for place, why in self.reasons.items():
-            if state == "fused" or not self.places:
-                yield "left", Entry(*named, place, "", why)
+        why = "".join(f"; {reason}" for place, reason in self.reasons.items() if not place)
+        for (place, formula), rest in self.places.items():
+            for fused, text in self._kinds():
+                yield "fused" if fused else "left", Entry(*named, place, formula, text + rest + why)
+        for place, reason in self.reasons.items():
+            if place or not self.places:
+                yield "left", Entry(*named, place, "", reason)
+
+    def _kinds(self) -> list[tuple[bool, str]]:
+        """Of each kind of call whether it is fused, and its times."""
+        rows = []
+        for choice in self.choices:
+            mode = "with gradients" if choice.grad else "without gradients"
+            for kind in choice.kinds.values():
+                fused = kind.run is choice.fused
+                text = f"fused, {kind.runs} times" if fused else "runs as written, as fast"
+                if kind.times is not None:
+                    plain, ours, shapes = kind.times
+                    sizes = ", ".join(map(str, shapes))
+                    text += f": {plain * 1e6:.0f} us as written, {ours * 1e6:.0f} us fused "
+                    text += f"({plain / ours:.1f}x), {mode}, {sizes}"
+                rows.append((fused, text))
+        return [*dict.fromkeys(rows)] or [(False, "not called since it was found")]
 
 
 def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
@@ -158,9 +143,8 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     letters = iter("qrst"), iter("kfgh")
 
     def name(number: int, other: str) -> str:
-        x: Any = graph.values[number].tensor
-        found = names.get(id(x)) or names.get(id(getattr(x, "_base", None)))
-        return (found or other).removesuffix(".weight")
+        held = graph.values[number].held
+        return names.get(id(held), other).removesuffix(".weight")
 
     def term(each: Addend) -> str:
         value = graph.values[each.x]
@@ -174,7 +158,7 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     terms = " + ".join(map(term, piece.addends))
     text = f"{name(piece.vector, 'w')} . {piece.activation}({terms})"
     for how, by in piece.after:
-        number = name(by, "c") if type(by) is Ref else f"{by:g}"
+        number = f"{by:g}" if type(by) in (int, float) else name(by, "c")
         text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"
     if piece.context is None:
         return text
@@ -222,7 +206,7 @@ class Report:
 
     def __str__(self) -> str:
         rows, states = self._rows(), [record.state for record in self._records]
-        none, waiting = states.count("none"), states.count("waiting")
+        none, waiting = states.count("none"), len(self.waiting)
         found = [each for each in self._records if each.state in ("none", "waiting")]
         others = [f"{each.name or each.kind}.{name}" for each in found for name in each.methods]
         notes = [f"calls of other methods than forward are not watched: {', '.join(others)}"]

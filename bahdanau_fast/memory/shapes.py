@@ -45,6 +45,14 @@ class Shape(NamedTuple):
         """A result (B,Tq,n) as (*batch,Tq,n), or (*batch,n) for a state."""
         return result.reshape(*self.batch, *result.shape[2 if self.state else 1 :])
 
+    def restore_weights(self, weights: Tensor) -> Tensor:
+        """Weights likewise."""
+        return self.restore(weights)
+
+    @property
+    def turned(self) -> None:
+        """Weights have their axes in order."""
+
 
 def as_rows(
     queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any, mask: Tensor | None

@@ -35,17 +35,20 @@ Node = torch.autograd.function._SingleLevelFunction
 class Link:
     """What the two nodes of a call give each other; the context (B,Tq,Dv) is the kernel's."""
 
-    __slots__ = ("_grads", "_values", "context", "dropout_p", "seed")
+    __slots__ = ("_grads", "_values", "context", "dropout_p", "seed", "turned")
 
     def __init__(self, values: Tensor, seed: Tensor | None, dropout_p: float) -> None:
         self._values: Tensor | None = values
         self.context: Tensor | None = None
-        self.seed, self.dropout_p = seed, dropout_p
+        self.seed, self.dropout_p, self.turned = seed, dropout_p, None
         self._grads: dict[int, Tensor] = {}  # by backward pass
 
-    def connect(self, weights: Tensor) -> Tensor:
-        """The context, its gradient going through these weights, as the caller sees them."""
-        values, self._values = self._values, None
+    def connect(self, weights: Tensor, turned: Any = None) -> Tensor:
+        """The context, its gradient going through these weights, as the caller sees them.
+
+        Their axes may be ``turned``: sizes of those of (B,Tq,Tk), and the order in which they are.
+        """
+        values, self._values, self.turned = self._values, None, turned
         connected: Tensor = _Context.apply(weights, values, _LEAF, self)  # type: ignore[attr-defined]
         return connected
 
@@ -124,7 +127,16 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
                     raise changed(tensor, version)
     (weights, values), link = saved, ctx.link
     dropout, needed = (link.seed, link.dropout_p), ctx.needs_input_grad
-    return gradients_of_context(grad, weights, values, *dropout, needed)
+    if link.turned is None:
+        return gradients_of_context(grad, weights, values, *dropout, needed)
+    (sizes, order), shape = link.turned, weights.shape
+    weights = weights.reshape([sizes[d] for d in order]).permute(
+        *map(order.index, range(len(order)))
+    )
+    grad_weights, grad_values = gradients_of_context(grad, weights, values, *dropout, needed)
+    if grad_weights is not None:
+        grad_weights = grad_weights.permute(order).reshape(shape)
+    return grad_weights, grad_values
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -227,7 +227,7 @@ SMALL_STAGES = """
 import gc
 from dataclasses import replace
 import benchmarks.gpu.user as of_users
-from bahdanau_fast.fuse import report, watched
+from bahdanau_fast.fuse import choice, look
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.stages import *
 from benchmarks.timing import measure
@@ -237,7 +237,7 @@ def small(shape):
 
 gc.collect = lambda *_: 0  # before each row, with all of torch to look at
 figures.SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
-of_users.SIZES, report.PAYS, watched._SECONDS = of_users.TINY, float("inf"), 0.0  # small calls pay
+of_users.SIZES, choice.PAYS, look._SECONDS = of_users.TINY, float("inf"), 0.0  # small calls pay
 stages.STEP, stages.LENS, stages.ACCEPTANCE = small(stages.STEP), small(stages.LENS), ()
 stages.RIVALS = ("rewrite eager", "d2l eager")  # a compilation takes seconds, the expert a GPU
 stages.HIDDEN = {n: small(shape) for n, shape in stages.HIDDEN.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bahdanau_fast.fuse import report, watched
+from bahdanau_fast.fuse import choice, look
 from benchmarks import decoders
 from benchmarks.contestants.baselines import CourseAttention
 from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
@@ -19,8 +19,8 @@ DECODER, CHAPTER = "(3,4,5,8)", "(2,3,4,8)"
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setattr(user, "SIZES", user.TINY)
-    monkeypatch.setattr(report, "PAYS", float("inf"))  # calls as small run as written
-    monkeypatch.setattr(watched, "_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "PAYS", float("inf"))  # calls as small run as written
+    monkeypatch.setattr(look, "_SECONDS", 0.0)
     monkeypatch.setattr(figures, "SECONDS", 1e-3)
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from bahdanau_fast.fuse import report, watched
+from bahdanau_fast.fuse import choice, look
 
 
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch, threads):
     threads(1)  # more would only wait
-    monkeypatch.setattr(report, "PAYS", float("inf"))
-    monkeypatch.setattr(watched, "_SECONDS", 0.0)
+    monkeypatch.setattr(choice, "PAYS", float("inf"))
+    monkeypatch.setattr(look, "_SECONDS", 0.0)

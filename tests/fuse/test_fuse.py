@@ -10,8 +10,8 @@ from torch import nn
 from whole import Tutorial, inputs, tutorial
 
 import bahdanau_fast as bf
-from bahdanau_fast.fuse import plan
-from bahdanau_fast.fuse import report as fuse_report
+from bahdanau_fast.fuse import choice
+from bahdanau_fast.graphs import plan
 from bahdanau_fast.memory import key_cache
 
 
@@ -104,7 +104,7 @@ def test_methods_that_are_not_watched_are_named():
 
 
 def test_what_does_not_pay_runs_as_written(monkeypatch):
-    monkeypatch.setattr(fuse_report, "PAYS", 0.0)
+    monkeypatch.setattr(choice, "PAYS", 0.0)
     module = tutorial()
     before = call(module)
     report = bf.fuse(module)
@@ -113,6 +113,9 @@ def test_what_does_not_pay_runs_as_written(monkeypatch):
     assert report.fused == ()
     assert entry.text.startswith("runs as written")
     assert entry.formula in str(bf.fuse(tutorial(), inputs(), always=True))
+    call(module)
+    assert module.__dict__["_bahdanau_fast"].rests(inputs())  # and asks seldom again
+    assert not module.__dict__["_bahdanau_fast"].rests([torch.cat([x, x]) for x in inputs()])
 
 
 def test_a_forward_set_on_the_instance_is_left_alone():

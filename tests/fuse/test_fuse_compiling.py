@@ -2,19 +2,18 @@
 
 import copy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from beside import results, same
-from torch import fx, nn
+from torch import nn
 from torch._dynamo import lookup_backend
 from whole import Speller
 
-from bahdanau_fast.fuse import compiling
 from bahdanau_fast.fuse.compiling import backend, fuse_graph
-from bahdanau_fast.fuse.graph import state
+from bahdanau_fast.graphs import rewrite
+from bahdanau_fast.graphs.graph import state
 
 ATTENTION, STEPS = torch.ops.bahdanau_fast.attention.default, 2
 
@@ -137,9 +136,11 @@ def test_what_is_written_to_or_returned_is_there(name):
 @pytest.mark.parametrize("rewrites", [None, 0, 1])
 def test_a_rewrite_that_fails_leaves_the_graph_before_it(rewrites, monkeypatch):
     """After some rewrites, or before any, where the graph cannot even be noted."""
-    left, model, graphs = iter([None] * (rewrites or 0)), speller(), []
-    modules = SimpleNamespace(Node=fx.Node, GraphModule=lambda *x: next(left) or fx.GraphModule(*x))
-    monkeypatch.setattr(compiling, *(("_Notes", None) if rewrites is None else ("fx", modules)))
+    left, model, graphs = iter([True] * (rewrites or 0)), speller(), []
+    put = rewrite.Rewriter.put
+    if rewrites is None:
+        monkeypatch.setattr(rewrite, "GraphNotes", None)
+    monkeypatch.setattr(rewrite.Rewriter, "put", lambda *x: next(left) and put(*x))
     same(torch.compile(model, backend=recording(graphs))(*given()), model(*given()))
     assert operators(graphs) == [rewrites or 0]
 

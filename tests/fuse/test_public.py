@@ -96,66 +96,6 @@ def test_a_kind_that_is_left_leaves_the_others():
     assert ran(report) > 0
 
 
-def test_each_row_counts_its_own():
-    class Outer(Kept):
-        def __init__(self):
-            super().__init__()
-            self.inner = Kept()
-
-        def forward(self, q, k):
-            return super().forward(torch.bmm(self.inner(q, k).unsqueeze(1), k).squeeze(1), k)
-
-    module, given = Outer().eval(), rand((4, 16), (4, 7, 16))
-    report = bf.fuse(module, always=True)
-    for _ in range(9):
-        module(*given)
-    assert [record.fused for record in report._records if record.fused] == [ran(report) / 2] * 2
-
-
-class Shows(Flat):
-    """Keys lie otherwise in later calls; scores are shown to code past torch's functions."""
-
-    show, n = None, 0
-
-    def forward(self, q, k):
-        self.n += 1
-        s = self.v(torch.tanh(self.W(q) + self.W(k.contiguous())))
-        self.shown = self.show(s) if self.n in (6, 9) else None
-        return torch.softmax(s.squeeze(2), -1)
-
-
-@torch.jit.script
-def scripted(x):
-    y = x * 2
-    return (y + (x + 1)).sum()
-
-
-def past(x):
-    with torch._C.DisableTorchFunction():
-        return (x * 2 + x).sum()
-
-
-@pytest.mark.parametrize("show", [scripted, past])
-@pytest.mark.parametrize("grad", [True, False])
-def test_what_is_put_off_is_seen_by_code_past_torchs_functions(show, grad):
-    module, own = Shows(), Shows()
-    own.load_state_dict(module.state_dict())
-    module.show = own.show = show
-    report = bf.fuse(module, always=True)
-    q, k = rand((3, 1, 16), (5, 3, 16))
-    with torch.set_grad_enabled(grad):
-        for turned in [True] * 10 + [False] * 6:
-            keys = k.transpose(0, 1) if turned else k.transpose(0, 1).contiguous()
-            same(module(q, keys), own(q, keys))
-            same(module.shown, own.shown)
-            assert type(keys + 0) is torch.Tensor  # it is not what was put off
-            if module.shown is not None and grad:
-                asked = [*module.parameters()], [*own.parameters()]
-                same(*(torch.autograd.grad(m.shown, w, allow_unused=True)
-                       for m, w in zip((module, own), asked, strict=True)))  # fmt: skip
-    assert ran(report) > 0
-
-
 COMPILED = []
 
 

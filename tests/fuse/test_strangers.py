@@ -145,7 +145,7 @@ def plot(x):
 sine = functools.partial(checkpoint, torch.sin, use_reentrant=True)
 story(name="a function in a hook")(hooked(["Va"], Scale.apply))
 small = changed(lambda m: [p.data.mul_(1e-3) for p in m.parameters()])
-story(small, (True,), "a function of small values")(hooked(["Ua"], Scale.apply))
+story(small, name="a function of small values")(hooked(["Ua"], Scale.apply))
 story(fused=(False,), name="checkpoints in hooks")(hooked(["Wa", "Ua", "Va"], sine))
 story(name="what is plotted is scaled")(hooked(["Ua"], plot))
 

@@ -26,7 +26,7 @@ def close(got, want):
 
 
 def names(entries):
-    return tuple(entry.name for entry in entries)
+    return tuple(dict.fromkeys(entry.name for entry in entries))
 
 
 def fused(whole, model):
@@ -201,7 +201,8 @@ def test_compile(whole, case, fused_first):
     with torch.no_grad():
         close(call(*case.inputs), case.want)
         report = report or bf.fuse(model)
-        close(model(*case.inputs), case.want)
+        for _ in range(3):
+            close(model(*case.inputs), case.want)
     assert names(report.fused) == whole.fused
     ours, theirs = (whole.loss(each, whole.batch(0)) for each in (call, case.plain))
     close(

@@ -52,6 +52,7 @@ NARROW = {
     "kernels": ("tests/triton/kernels",),
     "bahdanau_fast/backends/triton": ("tests/triton/kernels",),
     "bahdanau_fast/fuse": ("tests/fuse",),
+    "bahdanau_fast/graphs": ("tests/fuse",),
     "bahdanau_fast/cli": ("tests/package/test_cli.py",),
     "bahdanau_fast/limits": ("tests/package/test_routes.py",),
     "bahdanau_fast/backends": ("tests/package", "tests/contract/test_errors.py"),

@@ -110,9 +110,7 @@ def _importing(wheel, top):
     finally:
         builtins.__import__ = original
         sys.path[:], sys.meta_path[:] = path, meta
-        for name in own():
-            del sys.modules[name]
-        sys.modules.update(known)
+        sys.modules.update(known)  # a compiler looks the others up, too
 
 
 def _download(top):

@@ -1,20 +1,16 @@
 """The attention of others' modules, and every style of writing it, reaches a Triton kernel."""
 
 import functools
-import sys
-from pathlib import Path
 
+import driving
 import parity
 import pytest
 import torch
+from beside import results, same
+from styles import STYLES
 
 import bahdanau_fast as bf
 from bahdanau_fast.kernels.decode import decode_kernel
-
-sys.path.append(str(Path(__file__).parents[2] / "fuse"))
-import driving
-from beside import results, same
-from styles import STYLES
 
 FUSED = [name for name, style in STYLES.items() if not style.reason]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bahdanau_fast.fuse.graph import Graph, Left, Node, Sizes, need
+from bahdanau_fast.graphs.graph import Graph, Left, Node, Sizes, need
 
 __all__ = ["CONTRACTIONS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "back", "by_row",
            "small_sizes"]  # fmt: skip
@@ -36,7 +36,8 @@ CONTRACTIONS = {
     *("conv1d", "conv2d", "addmm"),
 }
 _AFTER = VIEWS | PRODUCTS | QUOTIENTS | CONTRACTIONS | {
-    *("add", "softmax", "masked_fill", "dropout"),
+    *("add", "sub", "softmax", "masked_fill", "dropout", "where", "setitem", "exp", "max", "amax"),
+    *("detach", "expand", "expand_as", "repeat", "type_as", "to"),
 }  # fmt: skip
 _F64 = torch.float64
 

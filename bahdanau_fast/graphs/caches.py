@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 
-__all__ = ["Caches", "NoCaches", "scaled"]
+__all__ = ["Caches", "NoCaches", "Shared", "scaled"]
 
 
 class Caches:
@@ -50,6 +50,18 @@ class NoCaches(Caches):
     def of(self, vector: Tensor, _: Tensor | None, after: Any) -> tuple[Any, Tensor]:
         """No cache."""
         return None, scaled(vector, after)
+
+
+class Shared:
+    """What the graphs of a module share; not the module, which compiled code would keep alive.
+
+    Attributes:
+        caches: of projected keys.
+        always: whether the operator runs where it takes more time, too.
+    """
+
+    def __init__(self, caches: Caches, always: bool = False) -> None:
+        self.caches, self.always = caches, always
 
 
 def scaled(vector: Tensor, after: tuple[tuple[str, Any], ...]) -> Tensor:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bahdanau_fast.fuse.graph import Graph, Left, Sizes, need
-from bahdanau_fast.fuse.probe import CONTRACTIONS, PRODUCTS, QUOTIENTS, VIEWS, Probe, back, by_row
+from bahdanau_fast.graphs.graph import Graph, Left, Node, Sizes, need
+from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, VIEWS, back, by_row
+from bahdanau_fast.graphs.softmax import Mask, Softmax
 
 __all__ = ["Addend", "Piece", "Place", "find", "summed"]
 
-# A filled score of at most this is hidden by the softmax.
-_HIDDEN = -1e4
 # Scores that are made of one sum, at most: more are logits over something.
 _VECTORS = 16
+
+_REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "type_as", "to", "clone"}
 
 #: An order of axes, and the shape that they are brought to then.
 Way = tuple[list[int], list[int]]
@@ -62,15 +63,18 @@ class Piece:
     addends: list[Addend] = field(default_factory=list)
     late: set[int] = field(default_factory=set)  # calls that are put off
     before: set[int] = field(default_factory=set)  # calls of it that others need, made at once
-    end: int = -1  # the call in place of which the operator runs
+    end: int = -1  # the last call
+    first: int = -1  # the call before which the operator runs
     vector: int = -1
     vectors_at: list[int] = field(default_factory=list)  # the first element of each
     hidden: int = 0
     sizes: list[int] = field(default_factory=list)  # axes of the scores: batch, queries, keys
     groups: list[int] = field(default_factory=list)  # how many axes of each
     after: list[tuple[str, Any]] = field(default_factory=list)  # follows the scores
-    masks: list[tuple[int, Place]] = field(default_factory=list)
+    masks: list[tuple[Mask, Place]] = field(default_factory=list)
     fill: float | None = None
+    exact: bool = True  # the operator has what plain code has for rows with nothing to look at
+    assumed: set[int] = field(default_factory=set)  # tensors that hold nothing but zero and one
     scores: int = -1
     weights: int | None = None
     context: int | None = None
@@ -79,7 +83,10 @@ class Piece:
     weights_way: Way = ([], [])
     context_way: Way = ([], [])  # of (b,tq,features)
     values_way: Way = ([], [])  # to be (b,tk,features)
-    soft: set[int] = field(default_factory=set)  # weights and views of them, which others may read
+    certain: bool = True  # the operator has it for all inputs
+    truths: set[int] = field(default_factory=set)  # calls that make masks of truths
+    rest: str = ""  # why what follows the scores is none of it
+    views: set[int] = field(default_factory=set)  # calls that view weights for others, too
 
 
 def summed(graph: Graph, at: int) -> tuple[bool, bool]:
@@ -103,15 +110,17 @@ class _Written(Exception):
     """What calls read, which are pinned now, is written to before the operator would run."""
 
 
-def find(graph: Graph, at: int, sizes: Sizes, calls: range, kept: Collection[int] = ()) -> Piece:
-    """The additive attention around an activation, in some calls; what ``kept`` make is held."""
-    need(all(i < at for i in kept), "something of it is kept after the call")
+def find(
+    graph: Graph, at: int, sizes: Sizes, calls: range | None = None, checked: bool = False
+) -> Piece:
+    """The additive attention around an activation, in some calls; it may be ``checked`` in each."""
+    calls = range(len(graph.nodes)) if calls is None else calls
     now = graph.nodes[at].state  # another one is inside an autograd.Function, or without gradients
     others = {i for i in calls if graph.nodes[i].state != now or graph.nodes[i].pinned}
-    pinned = {*range(calls.start), *kept, *others}
+    pinned = {*range(calls.start), *others}
     need(at not in pinned, "gradients are saved otherwise within it")
     while True:
-        finder = _Finder(graph, at, sizes, pinned, calls.stop)
+        finder = _Finder(graph, at, sizes, pinned, calls.stop, checked)
         try:
             return finder.piece()
         except _Written:
@@ -121,16 +130,18 @@ def find(graph: Graph, at: int, sizes: Sizes, calls: range, kept: Collection[int
             raise
 
 
-class _Finder(Probe):
+class _Finder(Softmax):
     """The steps of :func:`find`."""
 
-    def __init__(self, graph: Graph, at: int, sizes: Sizes, pinned: set[int], end: int) -> None:
+    def __init__(
+        self, graph: Graph, at: int, sizes: Sizes, pinned: set[int], end: int, checked: bool
+    ) -> None:
         super().__init__(graph, sizes, pinned)
-        node, self.end, self.near = graph.nodes[at], end, False
+        node, self.end, self.near, self.checked = graph.nodes[at], end, False, checked
         numbers = [x for x in (*node.args[1:2], *node.kwargs.values()) if type(x) in (int, float)]
         self.p = Piece(at, node.name, float([*numbers, 0.01][0]), node.out[0], late={at})
         self.total = int(node.refs()[0])
-        self.masks: list[tuple[int, Tensor]] = []
+        self.masks: list[Mask] = []
         self.key_at: Tensor | None = None
 
     def piece(self) -> Piece:
@@ -147,8 +158,9 @@ class _Finder(Probe):
             self.axes()
             self.context()
             self.may_run()
-        except (Left, RuntimeError, LookupError, TypeError):  # the scores alone
+        except (Left, RuntimeError, LookupError, TypeError, ValueError) as why:  # scores alone
             self.p, self.masks, self.key_at = scores, [], None
+            self.p.rest = str(why)
             self.axes()
             self.may_run()
         return self.p
@@ -159,8 +171,8 @@ class _Finder(Probe):
         other = bias = None
         while True:
             n = self.graph.nodes[i]
-            known = n.name in VIEWS | PRODUCTS | CONTRACTIONS
-            known |= n.name == "dropout" and n.out[0] == v  # which drops nothing
+            known = n.name in VIEWS | PRODUCTS | CONTRACTIONS | _REPEATS
+            known |= n.name == "dropout" and not _drops(n)
             known &= n.single and not n.writes and i < self.end and v in n.operands()
             need(known, f"its values are needed by {n.name}")
             more = [ref for ref in n.operands() if ref != v]
@@ -249,44 +261,13 @@ class _Finder(Probe):
 
     def softmax(self) -> None:
         """Behind the scores: numbers, masks, softmax."""
-        graph, p, v = self.graph, self.p, self.p.scores
-        p.late.add(p.end)
-        while p.weights is None:
-            i = graph.values[v].users[0]
-            n, index = graph.nodes[i], self.index
-            refs, by = n.refs(), n.args[1] if len(n.args) > 1 else None
-            usual = len(graph.values[v].users) == 1 and i < self.end and n.single and refs[0] == v
-            need(usual, "is read elsewhere")
-            if n.name == "masked_fill":
-                fill, mask = n.args[2], refs[1]
-                need(type(fill) in (int, float) and fill <= _HIDDEN, "fills with what is seen")
-                usual = graph.values[mask].dtype is torch.bool and p.fill in (None, fill)
-                need(usual, "is filled otherwise")
-                self.masks.append((mask, self.of_scores(self.numbers(mask))))
-                p.fill = float(fill)
-            elif n.name == "softmax":
-                dim = n.kwargs.get("dim", by)
-                dim = int(index.dim() not in (0, 1, 3)) if dim is None else dim  # torch's of old
-                numbers = torch.arange(index.shape[dim]).view(-1, *[1] * ((-dim - 1) % index.dim()))
-                self.key_at, p.weights = self.of_scores(numbers), n.out[0]
-            elif n.name in VIEWS and len(refs) == 1:
-                self.index = self.run([i], {v: index}, n.out[0])
-                need(self.index.numel() == index.numel(), "is cut")
-            else:
-                how = {"add": "+", **dict.fromkeys(PRODUCTS, "*"), **dict.fromkeys(QUOTIENTS, "/")}
-                value = graph.values[refs[-1]]  # the scores again where it is a number
-                one = type(by) in (int, float) or (value.numel == 1 and len(value.shape) < 2)
-                usual = one and not self.masks and not n.writes and not n.kwargs
-                need(usual, "is changed otherwise")
-                p.after.append((how[n.name], by))
-            p.late.add(i)
-            v = n.out[0]
-
-    def of_scores(self, numbers: Tensor) -> Tensor:
-        """What is there at each score, of something that broadcasts with them as they are now."""
-        found = torch.empty(self.index.numel(), dtype=torch.long)
-        found[self.index.reshape(-1)] = numbers.long().expand(self.index.shape).reshape(-1)
-        return found
+        p, w = self.p, self.weighing(self.p.scores, self.index)
+        p.late |= {p.end} | w.ids
+        self.index, self.key_at, self.masks = w.index, w.key_at, w.masks
+        p.after, p.fill, p.weights = p.after + w.after, w.fill, w.weights
+        p.exact, p.assumed, p.truths = w.exact, w.assumed, w.truths
+        p.certain = p.exact and all(mask.hides in ("true", "false") for mask in w.masks)
+        need(self.checked or (p.certain and not p.assumed), "its mask is not of truths alone")
 
     def axes(self) -> None:
         """Who is a query, who a key: by the axes of the scores along which each addend changes."""
@@ -320,7 +301,7 @@ class _Finder(Probe):
         for each, own in zip(p.addends, axes, strict=True):
             each.key = not own <= queries
             each.place = self.placed(each.rows, groups[0] + groups[2 if each.key else 1])
-        p.masks = [(v, self.placed(m[:, None], order)) for v, m in self.masks]
+        p.masks = [(mask, self.placed(mask.at[:, None], order)) for mask in self.masks]
         at = torch.arange(len(self.which)).view(p.sizes)
         at = at.permute([order.index(d) for d in range(len(sizes))]).reshape(-1)
         p.scores_way = self.way(p.scores, at)
@@ -366,22 +347,46 @@ class _Finder(Probe):
 
     def context(self) -> None:
         """A contraction of the weights with values."""
-        p, order = self.p, self.p.weights_way[0]
+        p = self.p
         assert p.weights is not None
         need(len(p.vectors_at) == 1, "several vectors")
-        # A gradient of the weights comes through them, which a reshape alone lets it do.
-        grad = self.graph.nodes[p.at].state.grad
-        need(order == sorted(order) or not grad, "its weights are turned")
+        why = "nothing is weighed"
         for first in self.graph.values[p.weights].users:
             try:
                 ids, out, values, _ = self.chain(first, p.weights)
                 self.weighs(ids, values, out)
-            except (Left, RuntimeError):
+                path = self.path(ids)
+            except (Left, RuntimeError, LookupError, TypeError) as error:
+                why = why if "output" in str(error) else str(error)
                 continue
             p.context, p.values, p.end = out, values, max(ids)
             p.late |= ids
+            self.hand_out(path)
             return
-        raise Left("nothing is weighed")
+        raise Left(why)
+
+    def path(self, ids: set[int]) -> list[int]:
+        """The weights, and views of them on the way to the context."""
+        found = [int(self.p.weights or 0)]
+        for i in sorted(ids):
+            n = self.graph.nodes[i]
+            if n.name not in CONTRACTIONS | PRODUCTS and n.operands()[0] == found[-1]:
+                found.append(n.out[0])
+        return found
+
+    def hand_out(self, path: list[int]) -> None:
+        """Which view of the weights the context is made of where others hold one."""
+        p, values, own = self.p, self.graph.values, {*self.p.late, self.p.end}
+        read = [v for v in path if not own.issuperset(values[v].users)]
+        if not self.graph.nodes[p.at].state.grad or read in ([], path[:1]):
+            return
+        need(len(read) == 1, "several views of its weights are read")
+        ids = {int(values[v].maker or 0) for v in path[1 : path.index(read[0]) + 1]}
+        places = self.run(ids, {path[0]: self.numbers(path[0])}, read[0])
+        need(places.numel() == len(self.which), "its weights are repeated")
+        order, _ = p.weights_way
+        at = torch.arange(len(self.which)).view(p.sizes).permute(order).reshape(-1)
+        p.weights, p.weights_way = read[0], self.way(read[0], at[places.long().reshape(-1)])
 
     def weighs(self, ids: set[int], values: int, out: int) -> None:
         """Which axes are which where ``out`` is the weighted sum of values: tried on numbers."""
@@ -406,7 +411,7 @@ class _Finder(Probe):
         """Nobody reads what is put off, or writes to what it needs, before the operator runs."""
         graph, p, values = self.graph, self.p, self.graph.values
         own = {*p.late, p.end}
-        needed = {p.values, *(v for v, _ in p.masks)}
+        needed = {p.values, *(mask.number for mask, _ in p.masks), *p.assumed}
         for i in sorted(own, reverse=True):  # what others need, too, is made at once
             out, single = graph.nodes[i].out, graph.nodes[i].single
             read = needed.intersection(out) or not all(own.issuperset(values[v].users) for v in out)
@@ -416,24 +421,33 @@ class _Finder(Probe):
         p.late = own - {p.end}
         need(values[self.total].maker in own, "its sum is needed")
         need(not own & self.pinned, "autocast or gradients change within it")
-        p.soft = {p.weights} if p.context is not None else set()  # type: ignore[arg-type]
+        soft = {p.weights} if p.context is not None else set()
+        p.first = p.end
         for i in sorted(p.late):
             n = graph.nodes[i]
-            p.soft.update(n.out if p.soft.intersection(n.refs()) else ())
+            soft.update(n.out if soft.intersection(n.refs()) else ())
+            early = [j for v in n.out if v in soft for j in values[v].users if j not in own]
+            p.first = min([p.first, *early])
+        made = [values[v].maker for v in needed if v >= 0]
+        late = [i for i in made if i is not None and i >= p.first and i not in own]
+        need(not late, "its weights are needed early")
+        for i in sorted(p.late):
+            n = graph.nodes[i]
             for v in (*n.out, *(after for _, after in n.writes)):
                 others = {*values[v].users} - own
-                fine = v in p.soft and all(j > p.end for j in others)
+                fine = v in soft
+                p.views |= {i} if others and v in soft - {p.weights} else set()
                 names = ", ".join(graph.nodes[j].name for j in others)
                 need(fine or not others, f"its values are needed by {names}")
         given = {v.storage for v in values if v.maker is None}
         read_at = {i: self.storages(graph.nodes[i].refs()) for i in own | p.before}
         for i in {*range(min(read_at), p.end)} - own:
             wrote = self.storages(v for v, _ in graph.nodes[i].writes)
-            early = {j for j in own if j < i and read_at[j] & wrote}
+            before = {j for j in own if j < i and read_at[j] & wrote}
             # What was there before might be the same as an input in another call.
-            need(all(j < p.at for j in early) and not wrote & given, "something is written to")
-            if early - self.pinned:
-                self.pinned |= early
+            need(all(j < p.at for j in before) and not wrote & given, "something is written to")
+            if before - self.pinned:
+                self.pinned |= before
                 raise _Written
         for i in [i for i in own if graph.nodes[i].writes]:
             wrote = self.storages(v for v, _ in graph.nodes[i].writes)
@@ -444,6 +458,13 @@ class _Finder(Probe):
     def storages(self, numbers: Iterable[int]) -> set[int | None]:
         """Where tensors are that are not gone."""
         return {self.graph.values[v].storage for v in numbers} - {None}
+
+
+def _drops(n: Node) -> bool:
+    """Whether a dropout drops anything."""
+    named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), n.args[1:], strict=False))}
+    named |= n.kwargs
+    return bool(named["p"] and named["training"])
 
 
 def _order(a: Tensor) -> list[int]:

@@ -1,35 +1,25 @@
-"""What a call did: torch's functions with their arguments, noted while the user's code runs.
+"""What a call computes: torch's functions with their arguments, as a graph of notes.
 
-The code runs once, as it is. Of the notes, calls can be carried out again on tensors of our own, at
-the sizes of the call or at small ones: torch's functions alone, none of the user's code.
+They come from a graph of ``torch.compile`` or from a first call (:mod:`.notes`). Calls in it can be
+carried out again on tensors of our own, at the sizes of the call or at small ones.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
-import time
-import traceback
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from bahdanau_fast.fuse.late import QUERIES
-
-__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Left", "Node", "Recorder", "Ref", "Sizes", "State",
-           "Value", "mapped", "need", "state", "tensors"]  # fmt: skip
+__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Left", "Node", "Ref", "Sizes", "State", "Value",
+           "mapped", "need", "state", "tensors"]  # fmt: skip
 
 ACTIVATIONS = {"tanh", "relu", "leaky_relu"}
-_HERE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
-# Results of so many elements, larger than what they are made of, are not kept alive.
-_LARGE = 1 << 20
 _PRIME = 101  # the first number of a size that is a symbol
 
 
@@ -65,31 +55,29 @@ def state() -> State:
 
 
 class Value:
-    """A tensor of a call: what it is, and itself while that is known."""
+    """A tensor of a call: what it is, and what it holds where that is there."""
 
-    def __init__(self, x: Tensor, maker: Any, large: bool, constant: bool, size: Any) -> None:
-        self.usual = usual = x.layout is torch.strided and not x.is_nested
-        given: Any = (x.shape, x.stride()) if usual else ((), ())
-        self.shape, strides = (tuple(map(size, each)) for each in given)
+    def __init__(
+        self, x: Tensor, maker: Any, held: Tensor | None, constant: bool, size: Any
+    ) -> None:
+        usual = x.layout is torch.strided and not x.is_nested
+        sizes: Any = (x.shape, x.stride()) if usual else ((), ())
+        self.shape, strides = (tuple(map(size, each)) for each in sizes)
         # Axes as they lie in memory.
         self.order = sorted(range(len(strides)), key=lambda d: -(strides[d] or math.inf))
-        self.dtype, self.device, self.kind = x.dtype, x.device, type(x)
+        self.dtype, self.device = x.dtype, x.device
         self.requires_grad, self.numel = x.requires_grad, math.prod(self.shape)
         self._storage = x.untyped_storage()._cdata if usual else None
         self.maker = maker  # number of the call that made it
         self.users: list[int] = []  # of the calls that read it
-        self.constant = constant and all(type(n) is int for n in given[0])  # of parameters alone
-        self.large = large  # not kept alive
-        self._tensor, self._kept = weakref.ref(x), None if large else x
+        self.constant = constant and all(type(n) is int for n in sizes[0])  # of parameters alone
+        self.held = held  # the tensor with its values: an input of the graph
+        self._tensor = weakref.ref(x)
 
     def laid(self, x: Tensor) -> Tensor:
         """Dense, with the axes as this one's in memory, for views of it."""
         back = [self.order.index(d) for d in range(x.dim())]
         return x.permute(self.order).contiguous().permute(back)
-
-    def loosen(self) -> None:
-        """Keep the tensor alive no longer."""
-        self._kept = None
 
     @property
     def tensor(self) -> Tensor | None:
@@ -115,7 +103,6 @@ class Node(NamedTuple):
     state: State
     pinned: bool = False  # it stays as it is, by hooks on what is saved or by numbers in it
     place: str = ""  # file and line of the user's code
-    seconds: float = 0.0
 
     def refs(self) -> list[int]:
         """Numbers of its tensors."""
@@ -123,7 +110,7 @@ class Node(NamedTuple):
 
     def operands(self) -> list[int]:
         """Numbers of those that are not there for their shape or type alone, as in ``view_as``."""
-        return self.refs()[: 1 if self.name.endswith("_as") else None]
+        return self.refs()[: 1 if self.name.endswith("_as") or self.name == "to" else None]
 
 
 def mapped(f: Callable[[Any], Any], x: Any) -> Any:
@@ -145,12 +132,6 @@ def tensors(x: Any) -> list[Any]:
     return found
 
 
-def name_of(func: Any) -> str:
-    """Of a function; of the attribute where it reads one."""
-    name = str(getattr(func, "__name__", ""))
-    return str(func.__self__.__name__) if name == "__get__" else name
-
-
 class Graph:
     """The calls, in their order, and the tensors in them, by number."""
 
@@ -165,21 +146,12 @@ class Graph:
         known = self._numbers.get(id(x))
         return None if known is None or self.values[known].tensor is not x else Ref(known)
 
-    def number(self, x: Tensor) -> Ref:
-        """The number of a tensor, an old or a new one."""
-        known = self.find(x)
-        return self.add(x, constant=isinstance(x, nn.Parameter)) if known is None else known
-
-    def noted(self, given: Any) -> Any:
-        """Some arguments, with numbers for the tensors."""
-        return mapped(lambda x: self.number(x) if isinstance(x, Tensor) else x, given)
-
     def add(
-        self, x: Tensor, maker: int | None = None, large: bool = False, constant: bool = False
+        self, x: Tensor, maker: int | None = None, held: Any = None, constant: bool = False
     ) -> Ref:
         """A new number for a tensor: it is new, or has been written to."""
         number = self._numbers[id(x)] = len(self.values)
-        self.values.append(Value(x, maker, large, constant, self.size))
+        self.values.append(Value(x, maker, held, constant, self.size))
         return Ref(number)
 
     def size(self, n: Any) -> int:
@@ -207,11 +179,13 @@ class Graph:
         self.nodes.append(node)
 
     def evaluate(
-        self, ids: Iterable[int], feed: dict[int, Tensor], want: list[int], sizes: Sizes
-    ) -> list[Tensor]:
-        """Some tensors, as calls make them of other ones, whose sizes are these."""
+        self, ids: Iterable[int], feed: dict[int, Tensor], want: list[int], sizes: Sizes,
+        exact: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
+        """Some tensors, as calls make them of others, whose sizes are these; exactly, in fp64."""
         env, order = dict(feed), sorted(ids)
         last = {v: i for i in order for v in self.nodes[i].refs() if v not in {*want, *feed}}
+        given = {self.values[v].storage for v in feed}
 
         def fill(x: Any) -> Any:
             if type(x) is Ref and x not in env:
@@ -222,8 +196,13 @@ class Graph:
             node = self.nodes[i]
             args, kwargs = sizes.arguments(node)
             for before, after in node.writes:
-                env[after] = env[before] = fill(Ref(before)).clone()
-            out = node.func(*mapped(fill, args), **mapped(fill, kwargs))
+                fed = before not in env or self.values[before].storage in given
+                env[after] = env[before] = fill(Ref(before)).clone() if fed else env[before]
+            func, filled = node.func, mapped(fill, (args, kwargs))
+            if exact:
+                func = Tensor.double if node.name in _CASTS else func
+                filled = mapped(_double, filled)
+            out = func(*filled[0], **filled[1])
             made = [out] if node.single else tensors(out)
             env.update(zip(node.out, made, strict=False))
             for v in [v for v in node.refs() if last.get(v) == i]:
@@ -231,63 +210,12 @@ class Graph:
         return [env[number] for number in want]
 
 
-class Recorder(TorchFunctionMode):
-    """Notes what is called inside, and which modules made which calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graph = Graph()
-        self.spans: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in QUERIES or torch._C._are_functorch_transforms_active():
-            return func(*args, **kwargs)
-        graph, at, own_name = self.graph, len(self.graph.nodes), name_of(func)
-        name, given = own_name.strip("_"), tensors((args, kwargs))
-        versions = [_version(t) for t in given]
-        noted = graph.noted((args, kwargs))
-        before, hooked = state(), torch._C._autograd._top_saved_tensors_default_hooks(True)
-        begin = time.perf_counter()
-        result = func(*args, **kwargs)
-        seconds = time.perf_counter() - begin
-        wrote = [
-            t for t, v in zip(given, versions, strict=True)
-            if _version(t) != v or name in _LENT
-            or (v < 0 and t is result and own_name.endswith("_"))  # inference counts no versions
-        ]  # fmt: skip
-        writes = tuple((graph.number(t), graph.add(t, at)) for t in wrote)
-        refs = tensors(noted)
-        constant, values = graph.constant(refs), [graph.values[ref] for ref in refs]
-        out = []
-        for t in tensors(result) if isinstance(result, (Tensor, tuple, list)) else ():
-            n, known = t.numel(), graph.find(t)
-            large = n >= _LARGE and (
-                any(v.large for v in values)
-                or all(v.numel < n and not v.constant for v in values)  # no layer's result
-            )
-            out.append(graph.add(t, at, large, constant) if known is None else known)
-        single, place = isinstance(result, Tensor), _place() if name in ACTIVATIONS else ""
-        rest = tuple(out), writes, single, before, hooked is not None, place, seconds
-        graph.append(Node(func, name, noted[0], noted[1], *rest))
-        return result
+def _double(x: Any) -> Any:
+    floating = isinstance(x, torch.dtype) and x.is_floating_point
+    return torch.float64 if floating else x
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
-def _place() -> str:
-    """File and line of the user's code that is running."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(_HERE) and not path.is_relative_to(_TORCH):
-            return f"{path.name}:{line}"
-    return ""
-
-
-# Functions after which anybody may write to a tensor.
-_LENT = {"numpy", "array", "data_ptr", "dlpack", "untyped_storage", "storage"}
+_CASTS = {"float", "half", "bfloat16"}
 # Functions whose integers are sizes.
 SIZED = {
     *("view", "reshape", "expand", "repeat", "broadcast_to", "unflatten", "new_zeros", "new_ones"),
@@ -344,13 +272,9 @@ class Sizes(NamedTuple):
         return args, kwargs
 
     def cut(self, value: Value) -> Tensor:
-        """A tensor of the call, detached, as much of it as these sizes hold."""
-        x, shape = value.tensor, self.shape(value.shape)
-        if x is None:
-            raise Left("what it is made of is gone after the call")
-        if isinstance(x, FakeTensor):  # a compiler's, that stands for any
-            drawn = torch.randn(shape, device=value.device)
-            return (drawn if value.dtype.is_floating_point else drawn < -0.5).to(value.dtype)
-        if shape == value.shape:
-            return x.detach()
+        """A tensor of the call, as much of it as these sizes hold; drawn where it is unknown."""
+        x, shape = value.held, self.shape(value.shape)
+        if x is None or x.dim() != len(shape) or any(map(operator.lt, x.shape, shape)):
+            x = torch.randn(shape, device=value.device)
+            return value.laid((x if value.dtype.is_floating_point else x < -0.5).to(value.dtype))
         return value.laid(x.detach()[tuple(map(slice, shape))])

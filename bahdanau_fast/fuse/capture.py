@@ -1,0 +1,150 @@
+"""A module's forward as torch's compiler captured it, run eagerly with the operator in it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config
+from torch._dynamo.exc import (
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    Unsupported,
+    UserError,
+)
+
+from bahdanau_fast.fuse.choice import GraphError
+from bahdanau_fast.fuse.compiling import rewrite
+from bahdanau_fast.fuse.facts import Facts
+from bahdanau_fast.fuse.look import looked_at
+from bahdanau_fast.fuse.report import Record
+
+__all__ = ["Capture"]
+
+# Ways of hooks, layers and methods that are remembered, and kinds of calls that are refused.
+_WAYS, _REFUSED = 8, 16
+# Graphs without additive attention, after which a module is left.
+_EMPTY = 3
+# Layers that torch leaves out of graphs by default, numbers that a module counts, and what would
+# not be as in plain code. A module may have so many graphs.
+_OPTIONS = {
+    "allow_rnn": True,
+    "allow_unspec_int_on_nn_module": True,
+    "use_numpy_random_stream": True,
+    "optimize_ddp": False,
+}
+_GRAPHS, _ALWAYS = 12, 32
+
+
+class _Way:
+    """A forward that is compiled while some facts hold."""
+
+    def __init__(self, module: Any, record: Record, own: Any) -> None:
+        self.facts, self._record, self._own = Facts(module), record, own
+        self.fresh = True  # the next call may compile
+        self.compile(whole=True)
+
+    def compile(self, whole: bool) -> None:
+        """As one graph, or in parts, where the whole cannot be captured."""
+        self.whole, own = whole, self._own
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, **kwargs)
+
+        # What was compiled is counted by code: each has one of its own.
+        rest = run.__globals__, run.__name__, run.__defaults__, run.__closure__
+        fresh = FunctionType(run.__code__.replace(), *rest)
+        # The compiler keeps its backends for ever.
+        by = functools.partial(rewrite, record=weakref.ref(self._record), whole=whole)
+        self._compiled: Any = torch.compile(fresh, backend=by, fullgraph=whole)
+
+    def call(self, module: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module by what was compiled, or is."""
+        if not self.fresh:
+            return self._compiled(module, *args, **kwargs)
+        limit = _ALWAYS if self._record.shared.always else _GRAPHS
+        with config.patch({**_OPTIONS, "recompile_limit": limit}):  # which takes some microseconds
+            return self._compiled(module, *args, **kwargs)
+
+
+class Capture:
+    """How a module is called that has additive attention."""
+
+    def __init__(self, record: Record) -> None:
+        self.record, self._ways = record, list[_Way]()
+        self._refused: set[Any] = set()
+        self._calls = 0
+
+    def __call__(self, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module."""
+        found, result = looked_at(self.record, module, own, args, kwargs)
+        if found:
+            return result
+        way, record = self._way(module, own), self.record
+        if way is None or (self._refused and _kind(module, args, kwargs) in self._refused):
+            return own(module, *args, **kwargs)
+        compiled = record.compiled
+        try:
+            result = way.call(module, args, kwargs)
+        except GraphError as error:
+            if not way.whole:
+                raise error.__cause__ or error from None
+            return own(module, *args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            if not way.whole:
+                raise
+            # While the whole was captured: nothing has run.
+            if way.fresh and not isinstance(error, (Unsupported, UserError)):
+                return self._refuse(error, module, own, args, kwargs)
+            if way.fresh:
+                way.compile(whole=False)
+            way.fresh = True
+            return self(module, own, args, kwargs)
+        way.fresh = record.compiled > compiled
+        self._calls += 1
+        if (
+            not record.choices
+            and max(self._calls * (not record.compiled), record.compiled) >= _EMPTY
+        ):
+            record.leave("", "no additive attention in what torch's compiler captured", True)
+        elif not way.fresh and record.choices and not any(c.pays for c in record.choices):
+            record.rest(args)
+        return result
+
+    def _way(self, module: Any, own: Any) -> _Way | None:
+        """What was compiled for a module as it is; None where hooks look at its gradients."""
+        i = next((i for i, way in enumerate(self._ways) if way.facts.hold()), None)
+        if i is None and len(self._ways) >= _WAYS:
+            self.record.leave("", "its hooks, layers or methods change again and again", True)
+            return None
+        if i != 0:
+            way = _Way(module, self.record, own) if i is None else self._ways.pop(i)
+            self._ways.insert(0, way)
+        return None if self._ways[0].facts.watched else self._ways[0]
+
+    def _refuse(self, error: Exception, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        """Run as written what torch does not capture."""
+        self._refused.add(_kind(module, args, kwargs))
+        if len(self._refused) > _REFUSED:
+            line = str(error).strip().partition("\n")[0]
+            why = f"torch's compiler leaves it: {type(error).__name__}: {line}"
+            self.record.leave("", why, True)
+        return own(module, *args, **kwargs)
+
+
+def _kind(module: Any, args: Any, kwargs: Any) -> Any:
+    """A kind of call."""
+    mode = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return mode, *map(_kind_of, (*args, *kwargs.values()))
+
+
+def _kind_of(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return None if x.is_nested else x.shape, x.dtype, x.device, x.requires_grad
+    if isinstance(x, (tuple, list)):
+        return len(x), *map(_kind_of, x[:8])
+    return x if x is None or isinstance(x, (bool, str)) else type(x)

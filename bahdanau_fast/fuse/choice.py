@@ -1,0 +1,159 @@
+"""A graph as the user wrote it, or with the operator: whichever takes less time, asked again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from bahdanau_fast.graphs.caches import NoCaches, Shared
+from bahdanau_fast.graphs.notes import writes
+from bahdanau_fast.graphs.prove import apart
+
+__all__ = ["Choice", "GraphError", "Times"]
+
+# A graph is fused where it takes at most so much of its own code's time.
+PAYS = 0.95
+# Timing takes at most so much of the time of the calls until it is done again.
+_SHARE = 0.01
+# Seconds that timing goes on for, and rounds, at most.
+_SECONDS, _ROUNDS = 0.05, 15
+
+
+class Times(NamedTuple):
+    """Seconds of a graph, with its backward where gradients are recorded."""
+
+    plain: float
+    fused: float
+    shapes: tuple[tuple[int, ...], ...]  # of the inputs that are no parameters
+
+
+class GraphError(Exception):
+    """A graph failed that has written to nothing: the user's own code says what is wrong."""
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor."""
+    if not node.op.startswith("call"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    wrote = writes(node.target, name, node.args, node.kwargs)
+    return bool(wrote) or "norm" in name or True in node.args
+
+
+class _Kind:
+    """What is known of calls of some sizes."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.runs = 0  # with the operator
+        self.times: Times | None = None
+        self.due = 0.0
+        self.wait = 1.0  # grows while decisions stay
+
+
+class Choice:
+    """Both ways of a graph.
+
+    Attributes:
+        shared: with other graphs of the module.
+        grad: whether gradients are recorded.
+        kinds: what is known by size, a power of two of each symbol.
+    """
+
+    def __init__(
+        self, plain: fx.GraphModule, fused: fx.GraphModule | None, inputs: Any, shared: Shared
+    ) -> None:
+        _LazyGraphModule.force_recompile(plain)  # its lazy forward calls the module
+        self.plain, self.fused = plain.forward, None if fused is None else fused.forward
+        self.shared, self._writes = shared, any(map(_writes, plain.graph.nodes))
+        self.grad = torch.is_grad_enabled()
+        self._symbols = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
+        self.kinds: dict[Any, _Kind] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph."""
+        sizes = tuple([inputs[i].bit_length() for i in self._symbols if type(inputs[i]) is int])
+        kind = self.kinds.get(sizes) or self.kinds.setdefault(sizes, _Kind())
+        if self.shared.always or self.fused is None:
+            kind.run = self.fused or self.plain
+        elif time.perf_counter() >= kind.due:
+            self._decide(kind, inputs)
+        if kind.run is self.fused:
+            kind.runs += 1
+        try:
+            return kind.run(*inputs)
+        except Exception as error:
+            if self._writes:
+                raise
+            raise GraphError from error
+
+    @property
+    def pays(self) -> bool:
+        """Whether calls of any size are fused."""
+        return any(kind.run is self.fused for kind in self.kinds.values())
+
+    def _decide(self, kind: _Kind, inputs: tuple[Any, ...]) -> None:
+        """Time both, on copies of the inputs."""
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        on_gpu = any(x.is_cuda for x in tensors)
+        if torch._C._autograd._profiler_enabled() or (
+            on_gpu and torch.cuda.is_current_stream_capturing()
+        ):  # not what is looked at, or what may be waited for
+            kind.run = kind.run or self.plain
+            return
+        begin, before = time.perf_counter(), kind.run
+        caches, self.shared.caches = self.shared.caches, NoCaches()  # keys may come once
+        try:
+            with apart(next(x.device for x in tensors)), torch.set_grad_enabled(self.grad):
+                plain, fused = self._time(inputs, begin)
+        except Exception:  # of a graph that fails, or needs too much memory twice
+            kind.run, kind.due = self.plain, math.inf
+            return
+        finally:
+            self.shared.caches = caches
+        kind.run = self.fused if fused <= PAYS * plain else self.plain
+        shapes = tuple(tuple(x.shape) for x in tensors if not isinstance(x, torch.nn.Parameter))
+        kind.times = Times(plain, fused, shapes)
+        kind.wait = min(2 * kind.wait, 64.0) if kind.run is before else 1.0
+        end = time.perf_counter()
+        kind.due = end + kind.wait * (end - begin) / _SHARE
+
+    def _time(self, inputs: tuple[Any, ...], begin: float) -> tuple[float, float]:
+        ways, took = [self.fused or self.plain, self.plain], ([], [])  # type: ignore[var-annotated]
+        for i in range(1 + _ROUNDS):
+            for way, seconds in zip(ways, took, strict=True):
+                seconds.append(self._once(way, inputs))
+            large = time.perf_counter() - begin > _SECONDS
+            far = max(took[0][-1], took[1][-1]) > 1.5 * min(took[0][-1], took[1][-1])
+            if large and (i > 1 or (i and far)):
+                break
+        a, b = (sorted(seconds[1:])[(len(seconds) - 1) // 3] for seconds in reversed(took))
+        return a, b
+
+    def _once(self, way: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+        leaves = []
+        if self.grad:
+            asked = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+            leaves = [copies[i].requires_grad_() for i in asked]
+            for i, leaf in zip(asked, leaves, strict=True):
+                copies[i] = leaf.clone() if self._writes else leaf
+        begin = _now(copies)
+        found = way(*copies)
+        outs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+        if leaves and outs:
+            torch.autograd.grad(outs, leaves, [*map(torch.ones_like, outs)], allow_unused=True)
+        return _now(copies) - begin
+
+
+def _now(inputs: list[Any]) -> float:
+    """Seconds, once a GPU has done what it was given."""
+    if any(isinstance(x, Tensor) and x.is_cuda for x in inputs):
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,144 @@
+"""A module's first calls, which run as they are: do they show additive attention, and whose?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from bahdanau_fast.fuse.report import Record
+from bahdanau_fast.graphs.find import find, summed
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Left
+from bahdanau_fast.graphs.notes import Recorder
+from bahdanau_fast.graphs.probe import small_sizes
+
+__all__ = ["Look", "looked_at"]
+
+# Calls that show no sum under an activation, after which a module is left for good; the same where
+# there is a sum against a vector, which may be fused in calls of another kind.
+_DULL, _NEAR = 2, 8
+# A module is compiled once its calls took so many seconds, or have a sum of so many elements.
+_SECONDS, _ELEMENTS = 0.01, 1 << 20
+
+_here = threading.local()  # who notes what this thread calls
+
+
+class _Span:
+    """The calls that a module made, of all that were noted."""
+
+    def __init__(self, graph: Graph, record: Record) -> None:
+        self.record = record
+        self.begin = self.end = len(graph.nodes)
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+class Look:
+    """How a module is called until it is compiled or left."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.looks, self.near = 0, False
+        self.seconds = 0.0  # that calls took which have additive attention
+
+    def __call__(self, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module."""
+        found, result = looked_at(self.record, module, own, args, kwargs)
+        if found:
+            return result
+        begin = time.perf_counter()
+        if self.seconds or any(
+            isinstance(p, nn.UninitializedParameter) for p in module.parameters()
+        ):
+            result = own(module, *args, **kwargs)  # lazy layers get their sizes
+            self.took(bool(self.seconds) * (time.perf_counter() - begin))
+            return result
+        _here.recorder = recorder = Recorder()
+        try:
+            with recorder:
+                _, result = looked_at(self.record, module, own, args, kwargs)
+                seconds = time.perf_counter() - begin
+        finally:
+            _here.recorder = None
+        try:
+            with torch._C.DisableTorchFunction():
+                _look(recorder.graph, recorder.spans, seconds)
+        except Exception as error:  # of ours: the user's call has returned
+            self.record.leave("", f"cannot be looked at: {type(error).__name__}: {error}", True)
+        return result
+
+    def took(self, seconds: float, elements: int = 0) -> None:
+        """Calls with additive attention took so long: is there something to gain by compiling?"""
+        self.seconds += seconds
+        if self.seconds and (
+            self.record.shared.always or self.record.at_once
+            or self.seconds >= _SECONDS or elements >= _ELEMENTS
+        ):  # fmt: skip
+            self.record.state, self.record.way = "looked", None
+
+
+def looked_at(record: Record, module: Any, own: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Whether a module around this one is looked at, and what this one gives then."""
+    recorder = getattr(_here, "recorder", None)
+    if recorder is None:
+        return False, None
+    span = _Span(recorder.graph, record)
+    try:
+        return True, own(module, *args, **kwargs)
+    finally:
+        span.end = len(recorder.graph.nodes)
+        recorder.spans.append(span)
+
+
+def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
+    """What the calls of some modules show; the last is around the others."""
+    found = {i: summed(graph, i) for i, n in enumerate(graph.nodes) if n.name in ACTIVATIONS}
+    sums = {i: repeats for i, (several, repeats) in found.items() if several}
+    firsts = {id(span.record): span for span in reversed(spans)}
+    owners: list[_Span] = []
+    around = set[int]()  # modules with a sum in them
+    for i, repeats in sums.items():
+        inside = sorted((s for s in spans if s.begin <= i < s.end), key=_Span.__len__)
+        around |= {id(span.record) for span in inside}
+        first = inside[0].record
+        if firsts[id(first)] is not inside[0]:
+            continue  # what is called in a loop is looked at once
+        owner, why, near = _owner(graph, i, inside)
+        if owner is not None:
+            owners.append(owner)
+            if isinstance(owner.record.way, Look):
+                owner.record.way.took(seconds, graph.values[graph.nodes[i].out[0]].numel)
+        elif isinstance(first.way, Look):
+            first.way.near |= near
+            if repeats or near:
+                first.leave(graph.nodes[i].place, why)
+    fused = {id(owner.record) for owner in owners}
+    for key, span in firsts.items():
+        record, look = span.record, span.record.way
+        if key in fused or not isinstance(look, Look):
+            continue
+        look.looks += 1
+        record.state = "left" if record.reasons else "none"
+        part = any(owner.begin <= span.begin and span.end <= owner.end for owner in owners)
+        others = key in around and bool(owners)
+        record.done = part or others or look.looks >= (_NEAR if look.near else _DULL)
+
+
+def _owner(graph: Graph, i: int, inside: list[_Span]) -> tuple[_Span | None, str, bool]:
+    """The module that is to be compiled for a sum: the innermost that has as much as there is."""
+    best, whole, why, near = None, False, "", False
+    for span in inside:
+        try:
+            piece = find(graph, i, small_sizes(graph, i), range(span.begin, span.end), True)
+        except Exception as error:  # of our own part
+            if span is inside[0]:
+                why = str(error) if isinstance(error, Left) else f"{type(error).__name__}: {error}"
+                near = getattr(error, "near", False)
+            continue
+        if best is None or (piece.context is not None and not whole):
+            best, whole = span, piece.context is not None
+    return best, why, near

@@ -1,0 +1,1 @@
+"""Additive attention in graphs of torch's functions: found, proved, made one operator."""

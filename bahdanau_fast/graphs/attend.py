@@ -1,0 +1,123 @@
+"""The operator at its place in a graph: a call of :mod:`bahdanau_fast.run`, and what it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import run
+from bahdanau_fast.call import Call
+from bahdanau_fast.graphs.caches import Shared, scaled
+from bahdanau_fast.reference import Inside
+
+__all__ = ["Attend", "NotServed", "Score", "laid"]
+
+
+class NotServed(Exception):
+    """These inputs are not what the operator stands for."""
+
+
+def laid(x: Tensor) -> Tensor:
+    """``x``, whose gradient is to be contiguous: what made it may be slow with another one."""
+    view = x.view_as(x)
+    if view.requires_grad:
+        view.register_hook(Tensor.contiguous)
+    return view
+
+
+@dataclass(eq=False)
+class Score:
+    """Scores (b,q,k) of queries and keys."""
+
+    shared: Shared  # has caches
+    inside: Inside
+    small: bool  # nothing is kept between calls
+
+    def __post_init__(self) -> None:
+        self.__name__ = type(self).__name__.lower()  # in the code of a graph
+
+    def terms(self, features: Tensor | None, w_f: Tensor | None) -> Inside:
+        """What is inside the activation."""
+        inside = self.inside
+        return inside if features is None else inside._replace(features=features, w_f=w_f)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, w_k: Any, bias: Any, features: Any, w_f: Any
+    ) -> Tensor:
+        """Of projected queries; keys are projected where there is a weight."""
+        cache = None if self.small else self.shared.caches.of(v, w_k, ())[0]
+        inside = self.terms(features, w_f)
+        call = Call(q, k, k, v, None, w_k, bias, cache=cache, inside=inside, scores_only=True)
+        return run.scores(call)
+
+
+@dataclass(eq=False)
+class Attend(Score):
+    """Context and weights of queries, keys and values, as the user's code has them."""
+
+    after: tuple[tuple[str, float | None], ...]  # of scores; None stands for a tensor
+    loses: bool  # a row with nothing to look at is NaN
+    orders: tuple[tuple[int, ...], tuple[int, ...]]  # of axes, of weights and of the context
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+    def __call__(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, w_q: Any, w_k: Any, bias: Any, features: Any, w_f: Any,
+        x: Tensor, v: Tensor, seen: Tensor | None, fine: tuple[Tensor, ...], by: tuple[Tensor, ...],
+        sizes: list[int], weights_shape: list[int], context_shape: list[int],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Context and weights; NotServed where one of the tests is not fine."""
+        if fine and not all(fine):
+            raise NotServed
+        after: Any = self.after
+        if by:
+            tensors = iter(by)
+            after = tuple((how, next(tensors) if n is None else n) for how, n in after)
+        if self.small:
+            cache, v = None, scaled(v, after) if after else v
+        else:
+            cache, v = self.shared.caches.of(v, w_k, after)
+        lost = ~seen.any(-1, keepdim=True) if self.loses and seen is not None else None
+        shape: Any = Layout(self, sizes, weights_shape, context_shape, lost)
+        inside = self.terms(features, w_f)
+        return run.attend(
+            Call(q, k, x, v, w_q, w_k, bias, None, seen, cache=cache, shape=shape, inside=inside)
+        )
+
+
+class Layout(NamedTuple):
+    """Results as the user's code has them."""
+
+    of: Attend
+    sizes: list[int]  # batch, queries and keys may be several axes
+    weights_shape: list[int]
+    context_shape: list[int]
+    lost: Tensor | None  # rows with nothing to look at
+
+    @property
+    def turned(self) -> tuple[list[int], tuple[int, ...]] | None:
+        """Sizes and order of the axes of weights, where they are in another order."""
+        order = self.of.orders[0]
+        return None if order == tuple(range(len(order))) else (self.sizes, order)
+
+    def restore_weights(self, weights: Tensor) -> Tensor:
+        """Of (b,q,k)."""
+        if self.lost is not None:
+            weights = weights.masked_fill(self.lost, torch.nan)
+        if self.turned is not None:
+            weights = weights.reshape(self.sizes).permute(self.of.orders[0]).contiguous()
+        return _to(weights.reshape(self.weights_shape), self.of.dtypes[0])
+
+    def restore(self, context: Tensor) -> Tensor:
+        """Of (b,q,features)."""
+        if self.lost is not None:
+            context = context.masked_fill(self.lost, torch.nan)
+        order = self.of.orders[1]
+        context = context if order == (0, 1, 2) else context.permute(order).contiguous()
+        return _to(context.reshape(self.context_shape), self.of.dtypes[1])
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)

@@ -1,0 +1,140 @@
+"""Does a piece compute the same as the operator? By the rule of parity, on inputs of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bahdanau_fast import parity
+from bahdanau_fast.graphs.attend import NotServed
+from bahdanau_fast.graphs.caches import Shared
+from bahdanau_fast.graphs.find import Piece
+from bahdanau_fast.graphs.graph import Graph, Sizes, State, need, state
+from bahdanau_fast.graphs.plan import Plan, plan
+
+__all__ = ["apart", "as_before", "prove"]
+
+# Elements of a sum that is tried at its own sizes, too, at most.
+_SMALL = 1 << 16
+# Draws of inputs, at most: errors of a few elements are small by chance.
+_DRAWS = 4
+# In fp64 there is no exact result to compare with: sums of some hundred terms in another order.
+_ROUNDINGS = 256
+
+
+@contextlib.contextmanager
+def as_before(then: State) -> Iterator[None]:
+    """Gradients and autocast as they were at a call."""
+    with contextlib.ExitStack() as stack:
+        if then != state():
+            stack.enter_context(torch.inference_mode(then.inference))
+            stack.enter_context(torch.set_grad_enabled(then.grad))
+            on = dict(then.autocast)
+            for kind in {*on, *dict(state().autocast)}:
+                dtype = on.get(kind, torch.get_autocast_dtype(kind))
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=kind in on))
+        yield
+
+
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """No random number, inference mode or hook on what is saved of the user's is in a trial."""
+    gpus = [device.index or 0] if device.type == "cuda" else []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.random.fork_rng(gpus), torch.inference_mode(False), hooks:
+        yield
+
+
+class _Trial:
+    """A piece at some sizes, plain and fused, on the same leaves."""
+
+    def __init__(self, graph: Graph, piece: Piece, made: Plan, sizes: Sizes) -> None:
+        self.graph, self.piece, self.plan, self.sizes = graph, piece, made, sizes
+        self.before = piece.before | piece.truths - piece.late
+        self.ids = {*piece.late, *self.before, piece.end}
+        self.state = graph.nodes[piece.end].state._replace(inference=False)
+        self.wanted = [v for v in (piece.context, piece.weights) if v is not None]
+        self.wanted = self.wanted or [piece.scores]
+        read = {*made.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
+        self.read = sorted(v for v in read if graph.values[v].maker not in self.ids)
+        self.errors: dict[int, tuple[float, float, float]] = {}  # plain, fused, the largest
+
+    def leaves(self, tries: int = 100) -> dict[int, Tensor]:
+        """Inputs: truths are truths, and each row has something to look at."""
+        need(tries, "its mask hides all that is drawn")
+        found = {v: self.sizes.cut(self.graph.values[v]) for v in self.read}
+        for v in found.keys() & self.piece.assumed:
+            found[v] = (found[v] > 0).to(found[v].dtype)
+        try:
+            self.run(found, True)
+        except NotServed:
+            return self.leaves(tries - 1)
+        return found
+
+    def run(self, leaves: dict[int, Tensor], fused: bool, exact: bool = False) -> list[Any]:
+        """Outputs and gradients, in fp64 or as they are."""
+        graph, then = self.graph, self.state
+        if exact:
+            leaves = {v: t.double() if t.is_floating_point() else t for v, t in leaves.items()}
+            then = then._replace(autocast=())
+        asked = [v for v in leaves if then.grad and graph.values[v].requires_grad]
+        leaves = {**leaves, **{v: leaves[v].clone().requires_grad_() for v in asked}}
+        with as_before(then):
+            if fused:
+                inputs = graph.evaluate(self.before, leaves, self.plan.inputs, self.sizes)
+                outs = [t for t in self.plan.run(*inputs) if t is not None]
+            else:
+                outs = graph.evaluate(self.ids, leaves, self.wanted, self.sizes, exact)
+        seeds = [
+            torch.cos(torch.arange(t.numel(), device=t.device)).to(t).view(t.shape) for t in outs
+        ]
+        grads: Any = ()
+        if asked:
+            grads = torch.autograd.grad(outs, [leaves[v] for v in asked], seeds, allow_unused=True)
+        return [None if t is None else t.detach() for t in (*outs, *grads)]
+
+    def judge(self, leaves: dict[int, Tensor]) -> bool:
+        """Whether they are the same in all draws up to now; raises where they are another kind."""
+        plain, fused = self.run(leaves, False), self.run(leaves, True)
+        exact = self.run(leaves, False, exact=True)
+        fine, outputs = True, len(self.wanted)
+        scales = [
+            0.0 if t is None or not t.numel() else float(t.nan_to_num().abs().max()) for t in exact
+        ]
+        for k, (theirs, mine, want) in enumerate(zip(plain, fused, exact, strict=True)):
+            kinds = [None if t is None else (t.shape, t.dtype) for t in (theirs, mine)]
+            need(kinds[0] == kinds[1], "gives another kind of tensor, or no gradient")
+            if theirs is None or not theirs.numel():
+                continue
+            lost = theirs.isnan()  # gradients of a row with nothing to look at
+            need(k >= outputs or torch.equal(lost, mine.isnan()), "is NaN elsewhere")
+            a, b, truth = (torch.where(lost, 0.0, t.double()) for t in (theirs, mine, want))
+            largest = float(truth.abs().max())
+            now = parity.error(a, truth), parity.error(b, truth), largest
+            before = self.errors.get(k, (0.0, 0.0, 0.0))
+            own, ours, largest = self.errors[k] = tuple(map(max, now, before))  # type: ignore[assignment]
+            low = [dtype for _, dtype in self.state.autocast] or [theirs.dtype]
+            if low == [torch.float64]:
+                group = scales[outputs:] if k >= outputs else scales[k : k + 1]
+                own = max(own, _ROUNDINGS * torch.finfo(torch.float64).eps * max(group))
+            fine &= ours <= parity.allowed(own, largest, max(low, key=lambda d: torch.finfo(d).eps))
+        return fine
+
+
+def prove(graph: Graph, piece: Piece, sizes: Sizes, made: Plan, shared: Shared) -> None:
+    """Raise where outputs or gradients differ at small sizes, or at those of the call."""
+    trials = [_Trial(graph, piece, plan(graph, piece, sizes, lambda n: n, shared), sizes)]
+    if graph.values[piece.activated].numel <= _SMALL and sizes.small and not graph.symbols:
+        trials.append(_Trial(graph, piece, made, Sizes({})))
+    with apart(graph.values[piece.activated].device):
+        for trial in trials:
+            fine = any(trial.judge(trial.leaves()) for _ in range(_DRAWS))
+            need(fine, f"differs from its own code, by {_worst(trial):.2g}")
+
+
+def _worst(trial: _Trial) -> float:
+    return max(ours for _, ours, _ in trial.errors.values())

@@ -1,0 +1,222 @@
+"""Pieces of a graph become operators: found, proved and replaced, one after the other."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from bahdanau_fast.graphs.attend import NotServed
+from bahdanau_fast.graphs.caches import Shared
+from bahdanau_fast.graphs.find import Piece, summed
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, need
+from bahdanau_fast.graphs.notes import GraphNotes
+from bahdanau_fast.graphs.plan import Plan, find_plan
+from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS
+from bahdanau_fast.graphs.prove import apart, prove
+
+__all__ = ["Rewriter"]
+
+
+class Rewriter:
+    """A graph in which pieces become operators, one after the other."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], shared: Shared) -> None:
+        self.module, self.shared = _with_sizes_of_inputs(graph), shared
+        self.notes = GraphNotes(self.module, inputs)
+        self._proved: set[Any] = set()
+        self._graph: fx.Graph | None = None  # what is made of it
+        self._whole = True
+
+    def activations(self) -> list[int]:
+        """Calls that activate a sum."""
+        graph = self.notes.graph
+        nodes = enumerate(graph.nodes)
+        return [at for at, n in nodes if n.name in ACTIVATIONS and summed(graph, at)[0]]
+
+    def place(self, at: int) -> str:
+        """File and line of the user's code."""
+        return self.notes.graph.nodes[at].place
+
+    def found(self, at: int, eager: bool) -> tuple[Piece, Plan]:
+        """The piece around an activation, and its plan, proved."""
+        graph = self.notes.graph
+        device = graph.values[graph.nodes[at].out[0]].device
+        with apart(device):
+            # Whether a mask is of truths is asked where it costs no wait.
+            checked = eager and device.type == "cpu"
+            piece, plan, sizes = find_plan(graph, at, self.shared, checked)
+            form = plan.text, _form(graph, sorted({*piece.late, piece.end}))
+            if form not in self._proved:  # as steps of a loop are
+                prove(graph, piece, sizes, plan, self.shared)
+                self._proved.add(form)
+        return piece, plan
+
+    def rewritten(self) -> fx.GraphModule:
+        """The graph with what was put into it; as it came where nothing was."""
+        if self._graph is None:
+            return self.module
+        need(self._whole, "a piece was put in half")
+        self._graph.lint()
+        for node in self._graph.find_nodes(op="placeholder"):
+            node.meta.pop("grapharg", None)  # which holds a tensor of the user's
+        return fx.GraphModule(self.module, self._graph)
+
+    def put(self, piece: Piece, plan: Plan, traced: fx.Graph | None = None) -> None:
+        """The operator in place of a piece, in a copy of the graph."""
+        notes = self.notes
+        if self._graph is None:
+            self._graph = copy.deepcopy(self.module.graph)
+            copied = dict(zip(self.module.graph.nodes, self._graph.nodes, strict=True))
+            notes.calls = [copied[node] for node in notes.calls]
+            notes.made = {number: copied[node] for number, node in notes.made.items()}
+        new, calls, nodes = self._graph, notes.calls, notes.made
+        self._whole = False
+        own = {*piece.late, piece.end}
+        outs = [v for v in (piece.context, piece.weights) if v is not None]
+        outs = outs if piece.context is not None else [piece.scores]
+        made: Any
+        with new.inserting_before(calls[piece.first]):
+            inputs = [
+                new.call_method("clone", (nodes[number],))
+                if _rewritten(notes.graph, piece, number) else nodes[number]
+                for number in plan.inputs
+            ]  # fmt: skip
+            if piece.certain and not piece.assumed:
+                source = plan.graph if traced is None else traced
+                copies = dict(zip(source.find_nodes(op="placeholder"), inputs, strict=True))
+                made = new.graph_copy(source, copies)
+            else:
+                either = _Either(plan, [calls[i] for i in sorted(own)], [nodes[v] for v in outs])
+                found = new.call_function(either, (*inputs, *either.inputs))
+                made = [new.call_function(_item, (found, i)) for i in range(len(outs))]
+        stay = _staying(notes.graph, piece)
+        gone = [calls[i] for i in sorted(own - stay)]
+        for number, out in zip(outs, made, strict=False):
+            nodes[number].replace_all_uses_with(out, lambda user: user not in gone)
+            out.meta["example_value"] = nodes[number].meta.get("example_value")
+            nodes[number] = out
+        last = made[-1]
+        for i in sorted(stay):  # views of the weights come after them
+            last.append(calls[i])
+            last = calls[i]
+        for call in reversed(gone):
+            if not call.users:
+                new.erase_node(call)
+        self._whole = True
+
+
+def _with_sizes_of_inputs(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph in which sizes are read of its inputs alone, where these have them."""
+    if not module.graph.find_nodes(op="call_method", target="size"):
+        return module
+    graph = copy.deepcopy(module.graph)
+    known = {
+        str(node.meta["example_value"]): node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("example_value"), torch.SymInt)
+    }
+
+    def read(value: Any) -> Any:
+        return value if isinstance(value, int) else known[str(value)]
+
+    for node in graph.find_nodes(op="call_method", target="size"):
+        value = node.meta.get("example_value")
+        whole = isinstance(value, (tuple, list))
+        try:
+            sizes = [*map(read, value)] if whole else read(value)
+        except KeyError:
+            continue
+        for user in [*node.users]:
+            if whole and user.target is operator.getitem and isinstance(user.args[1], int):
+                part = sizes[user.args[1]]
+                for other in [*user.users]:
+                    _replace(other, user, part)
+            else:
+                _replace(user, node, sizes)
+        for each in (*[u for u in node.users if not u.users], node):
+            if not each.users:
+                graph.erase_node(each)
+    return fx.GraphModule(module, graph)
+
+
+def _replace(user: fx.Node, old: fx.Node, new: Any) -> None:
+    """Another argument, a node or sizes, in place of a node."""
+    args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
+    user.args, user.kwargs = args, kwargs
+
+
+def _rewritten(graph: Graph, piece: Piece, number: int) -> bool:
+    """Whether a tensor that is saved for the backward is written to, and plain code saves none."""
+    nodes, values = graph.nodes, graph.values
+    later = (v for n in nodes[piece.first :] for v, _ in n.writes)
+    own = [nodes[i] for i in (*piece.late, piece.end)]
+    saved = any(n.name in CONTRACTIONS | PRODUCTS and number in n.refs() for n in own)
+    written = any(values[v].storage == values[number].storage for v in later)
+    return nodes[piece.at].state.grad and written and not saved
+
+
+def _item(found: Any, i: int) -> Any:
+    return found[i]
+
+
+def _staying(graph: Graph, piece: Piece) -> set[int]:
+    """Views of the weights that others read, and those that they are views of."""
+    stay, todo = set[int](), [*piece.views]
+    while todo:
+        i = todo.pop()
+        if i not in stay:
+            stay.add(i)
+            makers = [graph.values[v].maker for v in graph.nodes[i].refs() if v != piece.weights]
+            todo += [j for j in makers if j in piece.late]
+    return stay
+
+
+class _Either:
+    """A piece by the operator, or as it was written where the operator does not serve it."""
+
+    def __init__(self, plan: Plan, calls: list[fx.Node], outs: list[fx.Node]) -> None:
+        self.__name__ = "either"
+        plain, copies, self.inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            """A call, a part of its result, or an input."""
+            if node not in copies:
+                part = node.target is operator.getitem and node.args[0] in calls
+                if node in calls or part:
+                    copies[node] = plain.node_copy(node, copy_of)
+                else:
+                    self.inputs.insert(0, node)
+                    with plain.inserting_before(next(iter(plain.nodes), None)):
+                        copies[node] = plain.placeholder(f"x{len(self.inputs)}")
+            return copies[node]
+
+        for call in calls:
+            copy_of(call)
+        plain.output(tuple(copies[node] for node in outs))
+        self._plain: Any = fx.GraphModule({}, plain).forward
+        self._fused, self._n = plan.run, len(plan.inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            return self._fused(*inputs[: self._n])
+        except NotServed:
+            return self._plain(*inputs[self._n :])
+
+
+def _form(graph: Graph, calls: list[int]) -> Any:
+    """What is the same of some calls and of others like them."""
+    aliases: dict[int, int] = {}
+
+    def alias(x: Any) -> Any:
+        return f"#{aliases.setdefault(x, len(aliases))}" if type(x) is Ref else x
+
+    nodes = [graph.nodes[i] for i in calls]
+    told = [repr((n.name, mapped(alias, (n.args, n.kwargs)), n.state)) for n in nodes]
+    values = [graph.values[v] for v in aliases]
+    kinds = [(v.dtype, v.device, v.requires_grad, v.shape, v.constant) for v in values]
+    return tuple(told), tuple(kinds)
