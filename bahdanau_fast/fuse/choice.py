@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from bahdanau_fast.graphs.caches import NoCaches, Shared
+from bahdanau_fast.graphs.caches import Caches, NoCaches, Shared
 from bahdanau_fast.graphs.notes import writes
 from bahdanau_fast.graphs.prove import apart
 
@@ -21,6 +21,8 @@ __all__ = ["Choice", "GraphError", "Times"]
 PAYS = 0.95
 # Timing takes at most so much of the time of the calls until it is done again.
 _SHARE = 0.01
+# Calls with keys that were there before, from which on they are expected again.
+_REPEATS = 2
 # Seconds that timing goes on for, and rounds, at most.
 _SECONDS, _ROUNDS = 0.05, 15
 
@@ -43,7 +45,7 @@ def _writes(node: fx.Node) -> bool:
         return False
     name = str(getattr(node.target, "__name__", node.target))
     wrote = writes(node.target, name, node.args, node.kwargs)
-    return bool(wrote) or "norm" in name or True in node.args
+    return bool(wrote) or "norm" in name or (*node.args, None)[-2:][0] is True
 
 
 class _Kind:
@@ -54,7 +56,9 @@ class _Kind:
         self.runs = 0  # with the operator
         self.times: Times | None = None
         self.due = 0.0
-        self.wait = 1.0  # grows while decisions stay
+        self.wait = 0.2  # grows while decisions stay
+        # Calls that ran as written; those of them whose keys were there before, and where.
+        self.calls = self.repeats = self.last = 0
 
 
 class Choice:
@@ -75,6 +79,9 @@ class Choice:
         self.grad = torch.is_grad_enabled()
         self._symbols = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
         self.kinds: dict[Any, _Kind] = {}
+        sizes = {i: x.numel() for i, x in enumerate(inputs)
+                 if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)}  # fmt: skip
+        self._keys = max(sizes, key=lambda i: int(sizes[i]), default=None)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
@@ -86,17 +93,26 @@ class Choice:
             self._decide(kind, inputs)
         if kind.run is self.fused:
             kind.runs += 1
+        elif self._keys is not None:
+            kind.calls += 1
+            there = inputs[self._keys].data_ptr()
+            kind.repeats += kind.last == there
+            kind.last = there
+            if kind.repeats == _REPEATS:  # what is projected is known from then on
+                kind.due = 0.0
         try:
             return kind.run(*inputs)
         except Exception as error:
+            torch.set_grad_enabled(self.grad)  # as a graph that fails may not leave it
             if self._writes:
                 raise
             raise GraphError from error
 
     @property
     def pays(self) -> bool:
-        """Whether calls of any size are fused."""
-        return any(kind.run is self.fused for kind in self.kinds.values())
+        """Whether calls of any size are fused, or may be soon."""
+        kinds = self.kinds.values()
+        return any(kind.run is self.fused or kind.calls < 3 * _REPEATS for kind in kinds)
 
     def _decide(self, kind: _Kind, inputs: tuple[Any, ...]) -> None:
         """Time both, on copies of the inputs."""
@@ -108,27 +124,31 @@ class Choice:
             kind.run = kind.run or self.plain
             return
         begin, before = time.perf_counter(), kind.run
-        caches, self.shared.caches = self.shared.caches, NoCaches()  # keys may come once
+        repeat = kind.repeats >= _REPEATS and not self._writes
+        # Else keys may come once.
+        caches, self.shared.caches = self.shared.caches, Caches() if repeat else NoCaches()
         try:
             with apart(next(x.device for x in tensors)), torch.set_grad_enabled(self.grad):
-                plain, fused = self._time(inputs, begin)
+                plain, fused = self._time(inputs, begin, repeat)
         except Exception:  # of a graph that fails, or needs too much memory twice
             kind.run, kind.due = self.plain, math.inf
             return
         finally:
             self.shared.caches = caches
         kind.run = self.fused if fused <= PAYS * plain else self.plain
-        shapes = tuple(tuple(x.shape) for x in tensors if not isinstance(x, torch.nn.Parameter))
+        shapes = tuple(tuple(x.shape) for x in tensors if not isinstance(x, nn.Parameter))
         kind.times = Times(plain, fused, shapes)
-        kind.wait = min(2 * kind.wait, 64.0) if kind.run is before else 1.0
+        kind.wait = min(2 * kind.wait, 64.0) if kind.run is before else 0.2
         end = time.perf_counter()
         kind.due = end + kind.wait * (end - begin) / _SHARE
 
-    def _time(self, inputs: tuple[Any, ...], begin: float) -> tuple[float, float]:
+    def _time(self, inputs: Any, begin: float, repeat: bool) -> tuple[float, float]:
+        """Seconds of both, plain first, on the same inputs or on new ones."""
+        copies = self._copies(inputs)
         ways, took = [self.fused or self.plain, self.plain], ([], [])  # type: ignore[var-annotated]
         for i in range(1 + _ROUNDS):
             for way, seconds in zip(ways, took, strict=True):
-                seconds.append(self._once(way, inputs))
+                seconds.append(self._once(way, *(copies if repeat else self._copies(inputs))))
             large = time.perf_counter() - begin > _SECONDS
             far = max(took[0][-1], took[1][-1]) > 1.5 * min(took[0][-1], took[1][-1])
             if large and (i > 1 or (i and far)):
@@ -136,7 +156,8 @@ class Choice:
         a, b = (sorted(seconds[1:])[(len(seconds) - 1) // 3] for seconds in reversed(took))
         return a, b
 
-    def _once(self, way: Callable[..., Any], inputs: tuple[Any, ...]) -> float:
+    def _copies(self, inputs: tuple[Any, ...]) -> tuple[list[Any], list[Tensor]]:
+        """Of inputs, and the leaves among them."""
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
         leaves = []
         if self.grad:
@@ -144,6 +165,9 @@ class Choice:
             leaves = [copies[i].requires_grad_() for i in asked]
             for i, leaf in zip(asked, leaves, strict=True):
                 copies[i] = leaf.clone() if self._writes else leaf
+        return copies, leaves
+
+    def _once(self, way: Callable[..., Any], copies: list[Any], leaves: list[Tensor]) -> float:
         begin = _now(copies)
         found = way(*copies)
         outs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]

@@ -113,7 +113,7 @@ def test_what_does_not_pay_runs_as_written(monkeypatch):
     assert report.fused == ()
     assert entry.text.startswith("runs as written")
     assert entry.formula in str(bf.fuse(tutorial(), inputs(), always=True))
-    call(module)
+    call(module, 8)
     assert module.__dict__["_bahdanau_fast"].rests(inputs())  # and asks seldom again
     assert not module.__dict__["_bahdanau_fast"].rests([torch.cat([x, x]) for x in inputs()])
 

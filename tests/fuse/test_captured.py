@@ -1,0 +1,188 @@
+"""What a capture by torch's compiler does not see by itself, and what it costs."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from beside import ran, results, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bahdanau_fast as bf
+
+B, T, H, CALLS = 3, 7, 16, 5
+
+
+class Plain(nn.Module):
+    def __init__(self, way=None):
+        super().__init__()
+        self.W, self.U, self.v = nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, 1)
+        self.way = way
+
+    def scores(self, q, k):
+        return self.v(torch.tanh(self.W(q).unsqueeze(1) + self.U(k))).squeeze(-1)
+
+    def forward(self, q, k, mask):
+        return self.way(self, q, k, mask)
+
+
+def weigh(scores, k):
+    weights = scores.softmax(-1)
+    return torch.bmm(weights.unsqueeze(1), k).squeeze(1), weights
+
+
+def drawn(seed=0, batch=B, length=T):
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(s, generator=generator) for s in ((batch, H), (batch, length, H)))
+    return q, k, torch.rand(batch, length, generator=generator) < 0.3
+
+
+def written(change):
+    """A mask that is written to after it hid scores."""
+
+    def way(m, q, k, mask):
+        mask = mask.clone()
+        mask[:, 0] = False
+        filled = m.scores(q, k).masked_fill(mask, -torch.inf)
+        mask = change(mask)
+        return *weigh(filled, k), mask
+
+    return way
+
+
+def squared(m, q, k, mask):
+    w = m.W(q)
+    both = torch.tanh(w.unsqueeze(1) + m.U(k))
+    w **= 2
+    return *weigh(m.v(both).squeeze(-1), k), w
+
+
+def noisy(m, q, k, mask):
+    return weigh(m.scores(q, k + torch.as_tensor(np.random.randn(H), dtype=k.dtype)), k)
+
+
+def turned(m, q, k, mask):
+    k = k.transpose(0, 1)
+    w = m.v(torch.tanh(m.W(q) + m.U(k))).squeeze(-1).softmax(0)
+    return (w.unsqueeze(-1) * k).sum(0), w.view(-1)
+
+
+def inside(m, q, k, mask):
+    return checkpoint(lambda q: weigh(m.scores(q, k), k)[0], q, use_reentrant=True)
+
+
+WAYS = {
+    "a mask joined in place": written(lambda mask: mask.__ior__(mask.roll(1, 1))),
+    "a mask by its operator": written(
+        lambda m: torch.ops.aten.logical_or_.default(m, m.roll(1, 1))
+    ),
+    "a query squared in place": squared,
+    "NumPy's random numbers": noisy,
+    "weights that are viewed": turned,
+    "a reentrant checkpoint": inside,
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_the_same_in_each_call(name, grad):
+    torch.manual_seed(0)
+    plain = Plain(WAYS[name])
+    module = copy.deepcopy(plain)
+    bf.fuse(module, always=True)
+    with torch.set_grad_enabled(grad):
+        for seed in range(CALLS):
+            found = []
+            for each in (module, plain):
+                np.random.seed(seed)
+                found.append(each(*drawn(seed)))
+            same(*found)
+
+
+def in_place(m, q, k, mask):
+    scores = m.scores(q, k)
+    lens, flat = 1 + mask.sum(1), scores.reshape(-1, k.size(1))
+    seen = torch.arange(k.size(1), dtype=torch.float32)[None, :] < lens[:, None]
+    flat[~seen] = -1e6  # as the course's sequence_mask
+    return weigh(flat.reshape(scores.shape), k)
+
+
+def chosen(m, q, k, mask):
+    scores = m.scores(q, k)
+    mask = torch.arange(k.size(1)) <= (~mask).sum(1, keepdim=True)
+    return weigh(torch.where(mask, scores, torch.full_like(scores, -1e6)), k)
+
+
+def multiplied(m, q, k, mask):
+    mask = mask.index_fill(1, torch.tensor(0), False).to(k.dtype)
+    return weigh(m.scores(q, k) * (1 - mask) + -1e6 * mask, k)
+
+
+def by_hand(m, q, k, mask):
+    e = m.scores(q, k).exp() * ~mask.index_fill(1, torch.tensor(0), False)
+    weights = e / (e.sum(1, keepdim=True) + 1e-10)
+    return torch.einsum("bt,btd->bd", weights, k), weights
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("way", [in_place, chosen, multiplied, by_hand])
+def test_a_mask_is_part_of_it_at_all_sizes(way, grad):
+    plain = Plain(way)
+    module = copy.deepcopy(plain)
+    report = bf.fuse(module, always=True)
+    with torch.set_grad_enabled(grad):
+        for batch, length in ((3, 7), (3, 7), (5, 7), (4, 9), (6, 20)):
+            given = drawn(batch, batch, length)
+            same(*(results(partial(m, *given), [], m) for m in (module, plain)))
+    assert {entry.formula for entry in report.fused} == {
+        "softmax(v . tanh(W q + W.bias + U k + U.bias) + v.bias, mask) v"
+    }
+    assert ran(report) == 4
+
+
+def test_a_class_of_torch_is_patched(monkeypatch):
+    plain = Plain(lambda m, q, k, mask: weigh(m.scores(q, k), k))
+    module = copy.deepcopy(plain)
+    report = bf.fuse(module, always=True)
+    for patched in (False, True, False):
+        if patched:
+            monkeypatch.setattr(
+                nn.Linear, "forward", lambda m, x: 2 * F.linear(x, m.weight, m.bias)
+            )
+        for seed in range(CALLS):
+            same(module(*drawn(seed)), plain(*drawn(seed)))
+        monkeypatch.undo()
+    assert ran(report) > CALLS
+
+
+def test_a_model_that_is_deleted_is_gone():
+    module = Plain(lambda m, q, k, mask: weigh(m.scores(q, k), k))
+    report = bf.fuse(module, always=True)
+    for seed in range(CALLS):
+        module(*drawn(seed))
+    assert ran(report) > 0
+    alive = [weakref.ref(parameter) for parameter in module.parameters()]
+    del module, report
+    gc.collect()
+    assert [parameter() for parameter in alive] == [None] * len(alive)
+
+
+def test_a_choice_is_made_by_time_and_made_again(monkeypatch):
+    """Both ways are timed on copies; the row says what each took."""
+    module, given = Plain(lambda m, q, k, mask: weigh(m.scores(q, k), k)), drawn(0, 32, 50)
+    report = bf.fuse(module)
+    for _ in range(CALLS):
+        module(*given)
+    (entry,) = report.entries
+    assert "us as written" in entry.text
+    assert "with gradients, (32, 16), (32, 50, 16)" in entry.text
+    ((kind,),) = [choice.kinds.values() for choice in module.__dict__["_bahdanau_fast"].choices]
+    before, kind.due = kind.times, 0.0
+    module(*given)
+    assert kind.times is not before
