@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from types import FunctionType
 from typing import Any
@@ -40,6 +41,9 @@ _OPTIONS = {
 _GRAPHS, _ALWAYS = 12, 32
 
 
+_numbers = itertools.count()
+
+
 class _Way:
     """A forward that is compiled while some facts hold."""
 
@@ -55,9 +59,9 @@ class _Way:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             return own(self, *args, **kwargs)
 
-        # What was compiled is counted by code: each has one of its own.
+        # What was compiled is counted by code, and sizes that change by its name.
         rest = run.__globals__, run.__name__, run.__defaults__, run.__closure__
-        fresh = FunctionType(run.__code__.replace(), *rest)
+        fresh = FunctionType(run.__code__.replace(co_name=f"run_{next(_numbers)}"), *rest)
         # The compiler keeps its backends for ever.
         by = functools.partial(rewrite, record=weakref.ref(self._record), whole=whole)
         self._compiled: Any = torch.compile(fresh, backend=by, fullgraph=whole)

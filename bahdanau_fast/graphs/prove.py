@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bahdanau_fast import parity
 from bahdanau_fast.graphs.attend import NotServed
-from bahdanau_fast.graphs.caches import Shared
+from bahdanau_fast.graphs.caches import Caches, Shared
 from bahdanau_fast.graphs.find import Piece
 from bahdanau_fast.graphs.graph import Graph, Sizes, State, need, state
 from bahdanau_fast.graphs.plan import Plan, plan
@@ -125,10 +125,12 @@ class _Trial:
         return fine
 
 
-def prove(graph: Graph, piece: Piece, sizes: Sizes, made: Plan, shared: Shared) -> None:
+def prove(graph: Graph, piece: Piece, sizes: Sizes) -> None:
     """Raise where outputs or gradients differ at small sizes, or at those of the call."""
-    trials = [_Trial(graph, piece, plan(graph, piece, sizes, lambda n: n, shared), sizes)]
+    own = Shared(Caches())  # another thread may be in a call
+    trials = [_Trial(graph, piece, plan(graph, piece, sizes, lambda n: n, own), sizes)]
     if graph.values[piece.activated].numel <= _SMALL and sizes.small and not graph.symbols:
+        made = plan(graph, piece, sizes, sizes.full, own)
         trials.append(_Trial(graph, piece, made, Sizes({})))
     with apart(graph.values[piece.activated].device):
         for trial in trials:

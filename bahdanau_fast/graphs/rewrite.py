@@ -52,7 +52,7 @@ class Rewriter:
             piece, plan, sizes = find_plan(graph, at, self.shared, checked)
             form = plan.text, _form(graph, sorted({*piece.late, piece.end}))
             if form not in self._proved:  # as steps of a loop are
-                prove(graph, piece, sizes, plan, self.shared)
+                prove(graph, piece, sizes)
                 self._proved.add(form)
         return piece, plan
 

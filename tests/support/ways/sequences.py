@@ -103,6 +103,8 @@ def draw_plan(seed):
     steps += [draw_step(draw) for _ in range(draw.randrange(3, 13))]
     if options["kind"] == "relu":
         steps = [x for x in steps if x != Step("change", {"how": "weights, all in float32"})]
+    if options["kind"] == "fused course":  # guards of torch's compiler hold parameters weakly
+        steps = [x for x in steps if "swap" not in str(x.arguments.get("how"))]
     return Plan(options, steps)
 
 
