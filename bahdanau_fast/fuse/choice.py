@@ -168,11 +168,13 @@ class Choice:
         return copies, leaves
 
     def _once(self, way: Callable[..., Any], copies: list[Any], leaves: list[Tensor]) -> float:
+        for leaf in leaves:
+            leaf.grad = None
         begin = _now(copies)
         found = way(*copies)
         outs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
         if leaves and outs:
-            torch.autograd.grad(outs, leaves, [*map(torch.ones_like, outs)], allow_unused=True)
+            torch.autograd.backward(outs, [*map(torch.ones_like, outs)])
         return _now(copies) - begin
 
 

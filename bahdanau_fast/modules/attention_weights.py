@@ -27,6 +27,8 @@ def _kept(module: Any) -> Any:
 
 def _weights(module: Any) -> Tensor | None:
     kept = _kept(module)
+    if isinstance(kept, Box):
+        kept.is_read = True
     return kept.weights if isinstance(kept, (_Boxed, Box)) else kept
 
 
@@ -43,13 +45,14 @@ def _is_exporting_strictly() -> bool:
 
 def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = None) -> None:
     """Keep the weights of a call; in the box that this context's node has, where there is one."""
-    kept: Any = weights
     if not torch.compiler.is_compiling():
-        node = None if context is None else context.grad_fn
-        if node is not None:
-            kept = getattr(node, "box", None) or weights
-        module.__dict__["_weights"] = kept  # nn.Module's __setattr__ takes as long as a kernel
+        box = None if context is None else getattr(context.grad_fn, "box", None)
+        if box is not None:
+            box.is_read = False  # until the attribute is
+        # nn.Module's __setattr__ takes as long as a kernel.
+        module.__dict__["_weights"] = weights if box is None else box
         return
+    kept: Any = weights
     if checks.is_exporting():
         # Both kinds warn of a tensor that becomes an attribute, then drop it. It can be read
         # meanwhile, but with strict=True.

@@ -5,12 +5,11 @@ context comes from weights and values, so that ``retain_grad``, hooks and ``auto
 gradient of the weights. Here a call has the same two nodes. In an ordinary backward the node of the
 context hands its gradient to that of the weights, whose kernel does all in one pass. Where somebody
 may look at the gradient of the weights, it is computed here, by plain operations: where they have
-hooks, and where gradients of named tensors are asked for and somebody else holds the weights.
+hooks, and where gradients of named tensors are asked for and the caller has the weights.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -62,19 +61,17 @@ class Link:
 
 
 class Box:
-    """The weights of a call as the caller sees them; a module that keeps them keeps the box."""
+    """The weights of a call; a module that keeps them keeps the box.
 
-    __slots__ = ("weights",)
+    Attributes:
+        weights: as the caller sees them.
+        is_read: whether the caller has them, who may ask for their gradient.
+    """
+
+    __slots__ = ("is_read", "weights")
 
     def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-
-    def references(self) -> int:
-        """How often the weights are held, here and elsewhere."""
-        return sys.getrefcount(self.weights)
-
-
-_HELD_ALONE = Box(torch.ones(())).references()
+        self.weights, self.is_read = weights, True
 
 
 class _Context(Node):
@@ -108,7 +105,7 @@ def _is_seen(ctx: Any) -> bool:
     if ctx.kept is None or torch.is_grad_enabled():
         return True
     box = ctx.box
-    if box.references() > _HELD_ALONE and not torch._C._will_engine_execute_node(_AT_LEAF):
+    if box.is_read and not torch._C._will_engine_execute_node(_AT_LEAF):
         return True
     weights = box.weights
     return bool(weights._backward_hooks or weights.retains_grad)
