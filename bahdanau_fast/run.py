@@ -16,7 +16,7 @@ from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import NUMBERS, Attention, Recorded, number_of
-from bahdanau_fast.ops.projection import linear
+from bahdanau_fast.ops.projection import linear, waiting
 from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
@@ -81,6 +81,9 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     route = backends.decide(call)
     call = _in_front(route, call)
     queries, keys, w_v = call.queries, call.keys, call.w_v
+    token = None if call.projected is None else call.projected.token
+    if token is not None and keys.requires_grad:
+        keys = waiting(keys, token)
     if route.fused:
         number = number_of(route.backend, route.traced)
         found = attend_scores.overload(queries, keys, w_v, *_inside(call), number)

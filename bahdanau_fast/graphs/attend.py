@@ -48,9 +48,7 @@ class Score:
         self, q: Tensor, k: Tensor, v: Tensor, w_k: Any, bias: Any, features: Any, w_f: Any
     ) -> Tensor:
         """Of projected queries; keys are projected where there is a weight."""
-        # No node of scores counts the backward passes that a projection has to wait for.
-        alone = self.small or torch.is_grad_enabled()
-        cache = None if alone else self.shared.caches.of(v, w_k, ())[0]
+        cache = None if self.small else self.shared.caches.of(v, w_k, ())[0]
         inside = self.terms(features, w_f)
         call = Call(q, k, k, v, None, w_k, bias, cache=cache, inside=inside, scores_only=True)
         return run.scores(call)

@@ -25,7 +25,12 @@ from torch.nn import Parameter
 
 from bahdanau_fast import checks, limits
 from bahdanau_fast.ops import few_rows
-from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors, with_rows_together
+from bahdanau_fast.ops.saved_tensors import (
+    BackwardToken,
+    PendingBackwards,
+    SavedTensors,
+    with_rows_together,
+)
 
 __all__ = [
     "linear",
@@ -97,6 +102,24 @@ def shared_linear(
         grad_fns=grad_fns,
     )
     return _Linear.apply(x, weight, bias, saved), saved  # type: ignore[no-untyped-call]
+
+
+class _Waiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, token: BackwardToken) -> Tensor:
+        ctx.token = token
+        return keys.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.token.after_backward()
+        return grad, None
+
+
+def waiting(keys: Tensor, token: BackwardToken) -> Tensor:
+    """Shared keys for a call whose backward may come, as long as the graph of the result exists."""
+    made: Tensor = _Waiting.apply(keys, token)  # type: ignore[no-untyped-call]
+    return made
 
 
 def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:

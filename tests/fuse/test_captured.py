@@ -186,3 +186,38 @@ def test_a_choice_is_made_by_time_and_made_again(monkeypatch):
     before, kind.due = kind.times, 0.0
     module(*given)
     assert kind.times is not before
+
+
+def nodes_of(result, name):
+    """Nodes of this name in the graph of a result."""
+    found, todo = set(), [result.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [each for each, _ in node.next_functions]
+    return [node for node in found if node.name() == name]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_keys_of_scores_alone_are_projected_once_for_steps_with_a_backward_each(order):
+    plain = Plain(lambda m, q, k, mask: m.scores(q, k).sin()).double()
+    module = copy.deepcopy(plain)
+    report = bf.fuse(module, always=True)
+    keys = drawn(0, 128, 128)[1].double()
+    steps, found = [drawn(seed, 128)[0].double() for seed in range(CALLS)], []
+    for query in steps:
+        module(query, keys, None)
+    assert "softmax not part" in report.fused[0].text
+    keys.requires_grad_()
+    for each in (plain, module):
+        keys.grad = None
+        each.zero_grad()
+        for _ in range(2):
+            losses = [each(query, keys, None).sum() for query in steps]
+            projections = nodes_of(sum(losses), "_LinearBackward")
+            for loss in losses[::order]:
+                loss.backward()
+        found.append([keys.grad, *(p.grad for p in each.parameters())])
+    assert len(projections) == 1
+    torch.testing.assert_close(*found)
