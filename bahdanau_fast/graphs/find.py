@@ -449,6 +449,11 @@ class _Finder(Softmax):
             if before - self.pinned:
                 self.pinned |= before
                 raise _Written
+        # The operator saves what it reads, where a call may have saved a copy.
+        outer = [v for i in own for v in graph.nodes[i].refs() if values[v].maker not in own]
+        later = self.storages(v for n in graph.nodes[p.end :] for v, _ in n.writes)
+        saved = self.storages(outer) if graph.nodes[p.at].state.grad else set()
+        need(not saved & later, "what it reads is written to later")
         for i in [i for i in own if graph.nodes[i].writes]:
             wrote = self.storages(v for v, _ in graph.nodes[i].writes)
             alike = [v for v in values if v.storage in wrote and v.maker not in own]

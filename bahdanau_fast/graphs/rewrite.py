@@ -16,7 +16,6 @@ from bahdanau_fast.graphs.find import Piece, summed
 from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, need
 from bahdanau_fast.graphs.notes import GraphNotes
 from bahdanau_fast.graphs.plan import Plan, find_plan
-from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS
 from bahdanau_fast.graphs.prove import apart, prove
 
 __all__ = ["Rewriter"]
@@ -81,11 +80,7 @@ class Rewriter:
         outs = outs if piece.context is not None else [piece.scores]
         made: Any
         with new.inserting_before(calls[piece.first]):
-            inputs = [
-                new.call_method("clone", (nodes[number],))
-                if _rewritten(notes.graph, piece, number) else nodes[number]
-                for number in plan.inputs
-            ]  # fmt: skip
+            inputs = [nodes[number] for number in plan.inputs]
             if piece.certain and not piece.assumed:
                 source = plan.graph if traced is None else traced
                 copies = dict(zip(source.find_nodes(op="placeholder"), inputs, strict=True))
@@ -148,16 +143,6 @@ def _replace(user: fx.Node, old: fx.Node, new: Any) -> None:
     """Another argument, a node or sizes, in place of a node."""
     args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: new if n is old else n)
     user.args, user.kwargs = args, kwargs
-
-
-def _rewritten(graph: Graph, piece: Piece, number: int) -> bool:
-    """Whether a tensor that is saved for the backward is written to, and plain code saves none."""
-    nodes, values = graph.nodes, graph.values
-    later = (v for n in nodes[piece.first :] for v, _ in n.writes)
-    own = [nodes[i] for i in (*piece.late, piece.end)]
-    saved = any(n.name in CONTRACTIONS | PRODUCTS and number in n.refs() for n in own)
-    written = any(values[v].storage == values[number].storage for v in later)
-    return nodes[piece.at].state.grad and written and not saved
 
 
 def _item(found: Any, i: int) -> Any:

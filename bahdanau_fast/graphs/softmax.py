@@ -23,7 +23,7 @@ _BY_ELEMENT = VIEWS | PRODUCTS | {
     *("int", "long", "masked_fill", "where", "ones_like", "zeros_like", "full", "full_like"),
     *("new_full", "expand", "expand_as", "repeat", "broadcast_to", "clone", "tensor", "detach"),
 }  # fmt: skip
-_CASTS = {"to", "type_as", "type"}
+_CASTS = {"to", "type_as", "type", "clone"}
 _SUMS = {"sum", "add", "expand", "expand_as", "detach"}
 _FOR_SHAPE = {"ones_like", "zeros_like", "full_like", "new_full"}
 _OPERATIONS = {"add": "+", **dict.fromkeys(PRODUCTS, "*"), **dict.fromkeys(QUOTIENTS, "/")}
@@ -95,6 +95,9 @@ class Softmax(Probe):
             how = _OPERATIONS.get(n.name)
             usual = one and not n.writes and not n.kwargs and refs[0] == v
             need(usual and how and (by is n.args[-1] or how != "/"), f"is changed by {n.name}")
+            # Its gradient is a sum over the vector's, which 16 bits round.
+            learnt = type(by) is Ref and how != "+" and n.state.grad and value.requires_grad
+            need(not learnt or self.graph.values[out].dtype.itemsize > 2, "is scaled in 16 bits")
             if w.masks:  # what is far below zero stays so
                 factor: Any = by if type(by) in (int, float) and how != "+" else 0
                 far = -1.0 if w.fill is None else w.fill
