@@ -33,7 +33,7 @@ def test_a_formula_names_queries_and_keys():
         torch.tensor([1, 6, 3]),
     )
     (entry,) = bf.fuse(CourseMLPAttention(8, 5), given).fused
-    assert entry.formula == "v . tanh(W_k q + W_q k)"
+    assert entry.formula == "softmax(v . tanh(W_k q + W_q k), mask) v"
 
 
 def test_the_report_prints_as_a_table():
