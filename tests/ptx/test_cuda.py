@@ -52,6 +52,7 @@ SYNC, CLUSTER, WAIT = (
     ("cluster_barrier();", "barrier.cluster"),
     ("wait_for_copies", "cp.async.wait_group"),
 )
+RELEASE = "barrier.cluster.arrive.release"
 BLOCK, DECODE, COMBINE = "decode_block.h", "decode.h", "decode_combine.h"
 BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
 EIGHT, APART = "eight splits", "split keys, 1000 processors"
@@ -66,7 +67,11 @@ MISTAKES = {
     "before parts lie where rings were": (DECODE, "void lay_down(", SYNC, STEP),
     "before warps meet": (DECODE, "const auto of_block", SYNC, STEP),
     "of a cluster, before splits meet": (DECODE, "const auto of_block", CLUSTER, EIGHT),
-    "of a cluster, after splits met": (DECODE, "if (blocks > 1) cluster_b", CLUSTER, EIGHT),
+    "of a cluster, a relaxed barrier before splits meet": (
+        DECODE, "const auto of_block", ("cluster_b", RELEASE, RELEASE.replace("release", "relaxed")),
+        EIGHT,
+    ),
+    "of a cluster, after splits met": (DECODE, "relaxed_cluster_b", CLUSTER, EIGHT),
     "between parts and a context": (COMBINE, "store_four(context, parts", SYNC, APART),
     "before values are met": (BACKWARD, "mine.weights[at] = x;", SYNC, STEP),
     "before moments": (BACKWARD, "void sum_moments() {", SYNC, STEP),
@@ -88,7 +93,8 @@ FORGOTTEN = {
 }  # fmt: skip
 QUICK = (
     "the wait for a stage", "of a cluster, before splits meet", "of a cluster, after splits met",
-    "before moments", "a stage is read too early",
+    "of a cluster, a relaxed barrier before splits meet", "before moments",
+    "a stage is read too early",
 )  # fmt: skip
 
 

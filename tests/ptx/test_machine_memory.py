@@ -77,6 +77,10 @@ RACES = {
         WRITE + NEXT.format(4) + "shfl.sync.bfly.b32 %r5, %r0, 1, 31, -1;\n" + READ, 32, True),
     "a barrier of a cluster of one": (
         WRITE + NEXT.format(128) + BOTH + READ, 64, False),
+    "a relaxed barrier of a cluster": (
+        WRITE + NEXT.format(128) + BOTH.replace("release", "relaxed") + READ, 64, True),
+    "a barrier of a cluster behind a relaxed one": (
+        WRITE + NEXT.format(128) + BOTH.replace("release", "relaxed") + BOTH + READ, 64, False),
     "written again too early": (
         WRITE + NEXT.format(128) + "bar.sync 0;\n" + READ + "st.shared.u32 [%r12], %r4;", 64, True),
     "written again behind a barrier": (

@@ -224,7 +224,8 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
           store_weight<T>(d, over<T>(exp_of<T>(x - best), total), row + j);
       }
     }
-    if (blocks > 1) cluster_barrier();  // no block ends while another reads its shared memory
+    // No block ends while another reads its shared memory.
+    if (blocks > 1) relaxed_cluster_barrier();
   }
 
   // Column c of the context of a query, over the warps of the blocks; `factor` is of a lane's warp.

@@ -104,8 +104,8 @@ struct DecodeBlock {
     constexpr int units = 2, of_sum = kWarp / (most * units);
     const int blocks = cluster_size(), rank = cluster_rank();
     const T* w_q = static_cast<const T*>(d.w_q);
-    cluster_barrier();      // every block has started
-    int64_t offsets[most];  // of the queries of the cluster's blocks: a division is slow
+    relaxed_cluster_barrier();  // every block has started
+    int64_t offsets[most];      // of the queries of the cluster's blocks: a division is slow
 #pragma unroll
     for (int m = 0; m < most; ++m) {
       const uint32_t block = blockIdx.x - rank + smaller(m, blocks - 1);

@@ -167,6 +167,14 @@ __device__ __forceinline__ void cluster_barrier() {
   __syncthreads();
 #endif
 }
+// Blocks wait for one another; nothing in memory is ordered, so no store under way is waited for.
+__device__ __forceinline__ void relaxed_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
 // The address in block `rank`'s shared memory that corresponds to `mine` in this block's. Valid
 // from the first cluster_barrier() until that block ends.
 template <class X>

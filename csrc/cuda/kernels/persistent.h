@@ -75,15 +75,44 @@ struct PersistentBlock {
 
   // ---- once ----
 
-  // Fills a weight's rows; x(row, column) gives the numbers, or zero.
-  template <class X>
-  __device__ void load_weight(T* to, int count, int columns, bool by_row, const X& x) const {
+  // Rows of a weight whose rows are columns in global memory, one number after another; from(row,
+  // column) is the address of one, null for zero. Eight loads are in flight.
+  template <class From>
+  __device__ void load_transposed(T* to, int count, int columns, const From& from) const {
+    constexpr int W = 8;
     const int padded = int(ceil_div(count, 16) * 16), pitch = int(pitch_of(columns));
-#pragma unroll 8
-    for (int at = threadIdx.x; at < padded * columns; at += kPersistentThreads) {
-      const int row = by_row ? at / columns : at % padded;
-      const int column = by_row ? at % columns : at / padded;
-      to[row * pitch + column] = row < count ? x(row, column) : T{};
+    const int all = padded * columns;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < all; first += W * kPersistentThreads) {
+      T x[W];
+      int offsets[W];
+#pragma unroll
+      for (int k = 0; k < W; ++k) {
+        const int at = int(smaller(first + k * kPersistentThreads, all - 1));
+        const int column = at / padded, row = at - column * padded;
+        const T* const address = row < count ? from(row, column) : nullptr;
+        // A load without a branch: branches would put one load after another.
+        x[k] = read_only(address != nullptr ? address : static_cast<const T*>(p.w));
+        if (address == nullptr) x[k] = T{};
+        offsets[k] = row * pitch + column;
+      }
+#pragma unroll
+      for (int k = 0; k < W; ++k)
+        if (first + k * kPersistentThreads < all) to[offsets[k]] = x[k];
+    }
+  }
+  // Rows of a weight, by asynchronous copies; from(row) is the address of one, null for zeros.
+  template <class From>
+  __device__ void copy_rows(T* to, int count, int columns, const From& from) const {
+    const int padded = int(ceil_div(count, 16) * 16), pitch = int(pitch_of(columns));
+#pragma unroll 1
+    for (int row = warp; row < padded; row += kPersistentWarps) {
+      const T* const address = row < count ? from(row) : nullptr;
+      if (address != nullptr)
+        copy_row(to + row * pitch, address, columns);
+      else
+        for (int c = lane * U; c < columns; c += kWarp * U)
+          *reinterpret_cast<Bytes16*>(to + row * pitch + c) = Bytes16{};
     }
   }
 
@@ -135,8 +164,10 @@ struct PersistentBlock {
   template <int rows_of_tile, int W, class Store>
   __device__ void multiply(const T* weight, int count, int pitch, int columns, const T* x,
                            int64_t stride, const Store& store) const {
-    int across = 1;  // tiles of batch rows at a time
-    while (across < kPersistentWarps && across * kTileBatch < rows) across *= 2;
+    // Tiles of batch rows at a time; 1 << shift rows in all: a division takes long.
+    int across = 1, shift = 3;
+    static_assert(kTileBatch == 1 << 3);
+    while (across < kPersistentWarps && across * kTileBatch < rows) across *= 2, ++shift;
     const int shares = kPersistentWarps / across, share = warp / across;
     const int depth = columns / kDepth;
     const int begin = share * depth / shares, end = (share + 1) * depth / shares;
@@ -161,9 +192,10 @@ struct PersistentBlock {
         __syncthreads();
         const int wide = across * kTileBatch;
         for (int at = threadIdx.x; at < count_here * wide; at += kPersistentThreads) {
-          const int r = at / wide, n = at - r * wide;
+          const int r = at >> shift, n = at & (wide - 1);
           if (b0 + n >= rows) continue;
           float sum = 0;
+#pragma unroll 2
           for (int k = 0; k < shares; ++k)
             sum += parts[(k * across + n / kTileBatch) * kTileStride + r * kTileBatch +
                          n % kTileBatch];
@@ -247,21 +279,39 @@ struct PersistentBlock {
     }
   }
 
+  // 16 bytes of row j from column c on, by a load of one kind of memory: one that finds out which
+  // it is takes longer.
+  template <bool resident>
+  __device__ __forceinline__ Bytes16 bytes_of_row(const View& view, int j, int c) const {
+    if constexpr (!resident) return bytes_at(row_at<T>(view, 0, j) + c);
+    const auto offset = static_cast<const char*>(view.data) - shared;
+    return bytes_at(reinterpret_cast<const T*>(shared_memory() + int(offset)) +
+                    j * int(view.row_stride) + c);
+  }
+
   // Calls meet(j, sum) in one lane for each of n rows: the sum of add(number of the row, column,
   // &sum) over four columns at a time. A warp takes four rows in turn.
   template <class Add, class Meet>
   __device__ __forceinline__ void each_row(const View& view, int64_t columns, int n, const Add& add,
                                            const Meet& meet) const {
+    if (plan.resident)
+      each_row_of<true>(view, int(columns), n, add, meet);
+    else
+      each_row_of<false>(view, int(columns), n, add, meet);
+  }
+  template <bool resident, class Add, class Meet>
+  __device__ __forceinline__ void each_row_of(const View& view, int columns, int n, const Add& add,
+                                              const Meet& meet) const {
     constexpr int KU = 4, each = kWarp / KU;
 #pragma unroll 1
     for (int j = warp * KU; j < n; j += kPersistentWarps * KU) {
       float sums[KU] = {};
 #pragma unroll 1
-      for (int64_t c = lane * U; c < columns; c += kWarp * U) {
+      for (int c = lane * U; c < columns; c += kWarp * U) {
         Bytes16 bytes[KU];
 #pragma unroll
         for (int k = 0; k < KU; ++k)
-          bytes[k] = bytes_at(row_at<T>(view, 0, smaller(j + k, n - 1)) + c);
+          bytes[k] = bytes_of_row<resident>(view, j + k < n ? j + k : n - 1, c);
 #pragma unroll
         for (int u = 0; u < U; u += 4)
 #pragma unroll
@@ -281,6 +331,14 @@ struct PersistentBlock {
   template <class Add, class Store>
   __device__ __forceinline__ void each_column(const View& view, int64_t columns, int n,
                                               const Add& add, const Store& store) const {
+    if (plan.resident)
+      each_column_of<true>(view, columns, n, add, store);
+    else
+      each_column_of<false>(view, columns, n, add, store);
+  }
+  template <bool resident, class Add, class Store>
+  __device__ __forceinline__ void each_column_of(const View& view, int64_t columns, int n,
+                                                 const Add& add, const Store& store) const {
     const int across = int(columns / U), shares = int(larger(1, kPersistentThreads / across));
     for (int at = threadIdx.x; at < across * shares; at += kPersistentThreads) {
       const int share = at / across, c = (at - share * across) * U;
@@ -288,7 +346,7 @@ struct PersistentBlock {
 #pragma unroll 2
       for (int j = share; j < n; j += shares) {
         float x[U];
-        unpack<T>(bytes_at(row_at<T>(view, 0, j) + c), x);
+        unpack<T>(bytes_of_row<resident>(view, j, c), x);
         add(x, c, j, sums);
       }
 #pragma unroll

@@ -34,17 +34,17 @@ struct PersistentBackwardTask : PersistentBlock<T> {
 
   __device__ void begin() {
     const int64_t units = int64_t(rank) * plan.units, features = int64_t(rank) * plan.features;
-    this->load_weight(this->first, plan.first_rows, plan.first_columns, false, [&](int r, int k) {
-      const int64_t gate = k / g.H;
-      if (r < plan.features)
-        return features + r < p.Dv && (lstm || gate < 3) ? in(g.w_context)[k * p.Dv + features + r]
-                                                         : T{};
-      const int64_t h = units + r - plan.features, of_states = lstm ? k : k - g.H;
-      return h < g.H && of_states >= 0 ? in(g.w_hidden)[of_states * g.H + h] : T{};
+    this->load_transposed(this->first, plan.first_rows, plan.first_columns, [&](int r, int k) {
+      const bool of_context = r < plan.features;
+      const int64_t c = of_context ? features + r : units + r - plan.features;
+      const int64_t row = of_context || lstm ? k : k - g.H, width = of_context ? p.Dv : g.H;
+      const bool there = c < width && (of_context ? lstm || k < 3 * g.H : row >= 0);
+      const T* const weight = in(of_context ? g.w_context : g.w_hidden);
+      return there ? weight + row * width + c : nullptr;
     });
-    this->load_weight(
-        this->second, plan.second_rows, plan.second_columns, false,
-        [&](int r, int k) { return units + r < g.H ? in(g.w_query)[k * g.H + units + r] : T{}; });
+    this->load_transposed(this->second, plan.second_rows, plan.second_columns, [&](int r, int k) {
+      return units + r < g.H ? in(g.w_query) + k * g.H + units + r : nullptr;
+    });
     this->load_memory(lstm ? 2 : 1, false);
     this->each_unit([&](int u, int b, int64_t h) {
       own_at(kState, u, b) = given(g.grad_hidden, (row0 + b) * g.H + h);

@@ -36,16 +36,16 @@ struct PersistentForwardTask : PersistentBlock<T> {
 
   __device__ void begin() {
     const int64_t units = int64_t(rank) * plan.units, hidden = int64_t(rank) * plan.hidden;
-    const auto of_gate = [&](const void* weight, int row, int64_t columns, int column) {
+    const auto of_gate = [&](const void* weight, int row, int64_t columns) {
       const int64_t gate = row / plan.units, h = units + row % plan.units;
-      return h < f.H ? in(weight)[(gate * f.H + h) * columns + column] : T{};
+      return h < f.H ? in(weight) + (gate * f.H + h) * columns : nullptr;
     };
-    this->load_weight(this->first, plan.first_rows, plan.first_columns, true, [&](int r, int c) {
-      if (r >= plan.hidden) return of_gate(f.w_hidden, r - plan.hidden, f.H, c);
-      return hidden + r < p.H ? in(f.w_query)[(hidden + r) * f.H + c] : T{};
+    this->copy_rows(this->first, plan.first_rows, plan.first_columns, [&](int r) {
+      if (r >= plan.hidden) return of_gate(f.w_hidden, r - plan.hidden, f.H);
+      return hidden + r < p.H ? in(f.w_query) + (hidden + r) * f.H : nullptr;
     });
-    this->load_weight(this->second, plan.second_rows, plan.second_columns, true,
-                      [&](int r, int c) { return of_gate(f.w_context, r, p.Dv, c); });
+    this->copy_rows(this->second, plan.second_rows, plan.second_columns,
+                    [&](int r) { return of_gate(f.w_context, r, p.Dv); });
     for (int b = threadIdx.x; greedy() && b < rows; b += kPersistentThreads)
       tokens()[b] = int(f.greedy.first);
     this->load_memory(4 + (lstm ? 2 : 1), true);

@@ -20,7 +20,7 @@ inline void release(Warp& w, int lane, Known& to) {
   const Thread& me = w.lanes[lane];
   to.add(By::thread, me.id, w.launch->time + 1);
   to.add(By::block, w.block->index, me.bars);
-  to.add(By::cluster, w.block->cluster, me.waits);
+  to.add(By::cluster, w.block->cluster, me.ordered);
   to.add(me.known);
   to.add(w.block->known);
 }

@@ -177,7 +177,7 @@ inline bool ordered(const Access& a, const Warp& w, int lane) {
   const Launch& launch = *w.launch;
   const uint32_t theirs = a.thread / launch.block_threads;
   if (theirs == w.block->index && a.bars < me.bars) return true;
-  if (theirs / launch.cluster_size == w.block->cluster && a.arrives < me.waits) return true;
+  if (theirs / launch.cluster_size == w.block->cluster && a.arrives < me.ordered) return true;
   return knows(me.known, a, launch) || knows(w.block->known, a, launch);
 }
 

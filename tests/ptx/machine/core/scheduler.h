@@ -10,18 +10,19 @@ inline void nothing(Warp&, const Instr&, Mask) {}
 
 // ---- barriers and fences ----
 
-inline void arrive_at_cluster(Warp& w, const Instr&, Mask mask) {
+inline void arrive_at_cluster(Warp& w, const Instr& i, Mask mask) {
   each(mask, [&](int l) {
     Thread& me = w.lanes[l];
     if (me.arrives > me.waits) throw Fault(me.id, "barrier.cluster.arrive twice without a wait");
     ++me.arrives;
+    me.relaxed = i.mode == 1;
   });
 }
 
 inline void resolve_barrier(Form& f, Instr& i) {
   if (f.take("cluster")) {
     if (f.take("arrive")) {
-      f.take("release");
+      if (!f.take("release")) i.mode = f.take("relaxed");
       i.run = arrive_at_cluster;
     } else if (f.take("wait")) {
       f.take("acquire");
@@ -292,17 +293,20 @@ inline bool release_block(Block& block) {
   return true;
 }
 
-// The same for a cluster. Threads that have ended have arrived.
+// The same for a cluster. Threads that have ended have arrived. Where a thread's arrival was
+// relaxed the barrier orders nothing in memory.
 inline bool release_cluster(std::vector<Block*>& blocks) {
-  bool all = true, some = false;
+  bool all = true, some = false, orders = true;
   for (Block* block : blocks)
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       some = some || thread.waits_for == Wait::cluster;
+      orders = orders && (thread.waits_for == Wait::forever || !thread.relaxed);
       all = all && (thread.waits_for == Wait::forever || thread.arrives == thread.waits + 1);
     });
   if (!some || !all) return false;
   Known known, fenced;
   for (Block* block : blocks) {
+    if (!orders) break;
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       known.add(thread.known);
       fenced.add(thread.fenced);
@@ -316,6 +320,7 @@ inline bool release_cluster(std::vector<Block*>& blocks) {
     each_thread(*block, [&](Warp&, Thread& thread, int) {
       if (thread.waits_for != Wait::cluster) return;
       ++thread.waits;
+      if (orders) thread.ordered = thread.waits;
       thread.waits_for = Wait::no;
     });
   }

@@ -65,8 +65,10 @@ enum class Wait : uint8_t { no, lanes, barrier, cluster, forever };
 struct Thread {
   uint32_t id = 0, pc = 0;
   Wait waits_for = Wait::no;
-  // Barriers of the block, cluster barriers arrived at and passed.
-  uint32_t bars = 0, arrives = 0, waits = 0;
+  // Barriers of the block, cluster barriers arrived at and passed; passed with the last of those
+  // that order memory; whether the last arrival was relaxed.
+  uint32_t bars = 0, arrives = 0, waits = 0, ordered = 0;
+  bool relaxed = false;
   // Its last fence.proxy.async: when, past how many barriers; and when the last one before those.
   uint32_t proxy_time = 0, proxy_bars = 0, proxy_before = 0;
   Known fenced, known, seen;              // `seen` by an atomic operation, but no fence came since
