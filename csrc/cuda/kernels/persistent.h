@@ -283,10 +283,13 @@ struct PersistentBlock {
   // it is takes longer.
   template <bool resident>
   __device__ __forceinline__ Bytes16 bytes_of_row(const View& view, int j, int c) const {
-    if constexpr (!resident) return bytes_at(row_at<T>(view, 0, j) + c);
-    const auto offset = static_cast<const char*>(view.data) - shared;
-    return bytes_at(reinterpret_cast<const T*>(shared_memory() + int(offset)) +
-                    j * int(view.row_stride) + c);
+    if constexpr (resident) {
+      const auto offset = static_cast<const char*>(view.data) - shared;
+      const auto rows = reinterpret_cast<const T*>(shared_memory() + int(offset));
+      return bytes_at(rows + j * int(view.row_stride) + c);
+    } else {
+      return load16(row_at<T>(view, 0, j) + c);
+    }
   }
 
   // Calls meet(j, sum) in one lane for each of n rows: the sum of add(number of the row, column,

@@ -125,6 +125,28 @@ def test_streams_are_read_16_bytes_at_a_time(listings):
             assert len(re.findall(rf"{instruction}\.E\.128", backward)) >= rows
 
 
+@built
+def test_persistent_kernels_load_from_one_kind_of_memory_and_in_batches(listings):
+    for direction in ("persistent_forward", "persistent_backward"):
+        codes = [text for entry, text in listings.items() if direction in entry]
+        assert len(codes) == 2
+        for code in codes:
+            assert not re.search(r"\bLD\.", code), "a generic load"
+            if "backward" in direction:  # both weights are transposed, eight loads at a time
+                moves = "".join(re.findall(r"\b(?:LD(?=G\.E\.U16\.CONSTANT)|ST(?=S\.U16))", code))
+                assert moves.startswith(("LD" * 8 + "ST" * 8) * 2)
+            else:
+                assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", code)) >= 30
+
+
+@built
+def test_some_barriers_of_a_cluster_wait_for_no_store(listings):
+    code = code_of(listings, "14decode_forwardINS_4bf16ELi1ELi16E")
+    if "UCGABAR_ARV" not in code:
+        pytest.skip("the newest GPU that was compiled for has no clusters")
+    assert len(re.findall("UCGABAR_ARV", code)) >= 2 + len(re.findall(r"MEMBAR\.ALL\.GPU", code))
+
+
 # ---- loading -------------------------------------------------------------------------------------
 
 
