@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,11 +134,10 @@ def decode_greedily(
     loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, tokens)[:2]
     if dtype is None:
         return None
-    arguments, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
+    of, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
     of_dense = dense.weight.to(dtype), bias.to(dtype)
-    given = (arguments, rest, of_dense, left_out, marks, max_steps)
-    return decode.decode_greedily(*given, loop)
+    return decode.decode_greedily(of, rest, dtype, of_dense, left_out, marks, max_steps, loop)
 
 
 def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
@@ -178,29 +177,27 @@ def _inputs(
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
-) -> tuple[decode.Arguments, decode.Rest]:
-    """What the operators take, without dropout."""
+) -> tuple[decode.DecoderInputs, decode.Rest]:
+    """What all steps take, without dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     lens = memory.valid_lens
     # The shared node is not needed: one operator sums the gradients of all steps anyway.
     projected = memory.projected
     if projected.keys.dtype is not dtype:
         projected = project(projected.keys.to(dtype), projected.table is not None)
-    arguments = decode.Arguments(
+    of = decode.DecoderInputs(
         inputs=inputs,
-        hidden=h.contiguous(),
-        cell=None if c is None else c.contiguous(),
+        hidden=h,
+        cell=c,
         keys=projected.keys,
         values=memory.values,
-        w_query=attention.W_q.weight.contiguous(),
+        w_query=attention.W_q.weight,
         w_v=attention.w_v.weight,
-        **_weights(rnn, memory.values.shape[2]),
+        layers=tuple(map(tuple, rnn.all_weights)),  # type: ignore[arg-type]
     )
-    if any(x is not None and x.dtype is not dtype for x in arguments):  # under autocast
-        arguments = decode.Arguments(*(None if x is None else x.to(dtype) for x in arguments))  # type: ignore[arg-type]
     if lens is not None and lens.dim() == 2:  # of one query
         lens = lens.squeeze(1)
-    return arguments, decode.Rest(projected.table, projected.keys_max, lens, memory.mask)
+    return of, decode.Rest(projected.table, projected.keys_max, lens, memory.mask)
 
 
 def _decode(
@@ -212,77 +209,27 @@ def _decode(
     hidden: Any,
     memory: Memory,
 ) -> Sequence:
-    arguments, rest = _inputs(dtype, attention, rnn, inputs, hidden, memory)
+    of, rest = _inputs(dtype, attention, rnn, inputs, hidden, memory)
     masks = None
     if rnn.training and rnn.dropout > 0.0 and rnn.num_layers > 1:
         shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
-        masks = nn.functional.dropout(arguments.inputs.new_ones(shape), rnn.dropout)
+        masks = nn.functional.dropout(inputs.new_ones(shape, dtype=dtype), rnn.dropout)
     dropout_p = plain_dropout(attention.dropout) or 0.0
     seed = dropout_seed(dropout_p, inputs)
     rest = rest._replace(masks=masks, seed=seed, dropout_p=dropout_p)
-    decoded = decode.decode(arguments, rest, loop)
-    of_states, of_weights = _dtypes_of_steps(rnn, inputs, dtype)
-    weights = decoded.weights.to(of_weights)
-    keep(attention, weights[-1].unsqueeze(1))
-    features, *last = (x.to(of_states) for x in decoded[:3])
-    return Sequence(features, weights, last[0] if arguments.cell is None else tuple(last))
+    decoded = decode.decode(of, rest, _dtypes(rnn, inputs, dtype), loop)
+    keep(attention, decoded.weights[-1].unsqueeze(1))
+    last = decoded.hidden if of.cell is None else (decoded.hidden, decoded.cell)
+    return Sequence(decoded.features, decoded.weights, last)
 
 
-def _dtypes_of_steps(
-    rnn: nn.Module, inputs: Tensor, dtype: torch.dtype
-) -> tuple[torch.dtype, torch.dtype]:
-    """Of states and weights, as single steps give them where one operator computes in ``dtype``."""
+def _dtypes(rnn: nn.Module, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes:
+    """With the results as single steps give them, where one operator computes in ``dtype``."""
     autocast = checks.autocast_dtype(inputs.device)
     if autocast is None or dtype == torch.float64:
-        return dtype, dtype
+        return decode.Dtypes(dtype, dtype, dtype)
     if not inputs.is_cpu:
-        return autocast, torch.float32
+        return decode.Dtypes(dtype, autocast, torch.float32)
     # On the CPU a GRU's state is added up in its own dtype; an LSTM is an operator of autocast's.
     own = torch.promote_types(autocast, inputs.dtype) if type(rnn) is nn.GRU else autocast
-    return own, autocast
-
-
-def _weights(rnn: nn.Module, features: int) -> dict[str, Tensor]:
-    """Those of :class:`decode.Arguments`; the first ``features`` of inputs are the context's."""
-    first, *above = _parameters(rnn, "weight_ih")
-    hidden = _parameters(rnn, "weight_hh")
-    order = _hidden_last if isinstance(rnn, nn.GRU) else Tensor.contiguous
-    input_bias, bias = _biases(rnn)
-    none_above = hidden[0].new_empty((0, *hidden[0].shape))
-    return {
-        "w_inputs": order(first[:, features:]),
-        "input_bias": input_bias,
-        "w_context": order(first[:, :features]),
-        "w_input": torch.stack([order(w) for w in above]) if above else none_above,
-        "w_hidden": torch.stack(hidden),
-        "bias": bias,
-    }
-
-
-def _hidden_last(gates: Tensor) -> Tensor:
-    """From a GRU's order r z n to n r z."""
-    reset_and_update, new = gates.split([2 * len(gates) // 3, len(gates) // 3])
-    return torch.cat((new, reset_and_update))
-
-
-def _parameters(rnn: nn.Module, kind: str) -> list[Tensor]:
-    return [getattr(rnn, f"{kind}_l{i}") for i in range(cast(int, rnn.num_layers))]
-
-
-def _biases(rnn: nn.Module) -> tuple[Tensor, Tensor]:
-    """That of the inputs (G,) and those of the operator (L,4H)."""
-    w_hidden = _parameters(rnn, "weight_hh")
-    units = w_hidden[0].shape[1]
-    if not rnn.bias:
-        zeros = w_hidden[0].new_zeros((len(w_hidden), 4 * units))
-        return zeros[0, : len(w_hidden[0])], zeros
-    per_layer = []
-    for of_inputs, of_hidden in zip(
-        _parameters(rnn, "bias_ih"), _parameters(rnn, "bias_hh"), strict=True
-    ):
-        both = of_inputs + of_hidden
-        if isinstance(rnn, nn.GRU):  # n, which the reset gate stands in front of, r z, n
-            new = (of_inputs[2 * units :], of_hidden[2 * units :])
-            both = torch.cat((new[0], both[: 2 * units], new[1]))
-        per_layer.append(both)
-    return per_layer[0][: len(w_hidden[0])], torch.stack(per_layer)
+    return decode.Dtypes(dtype, own, autocast)

@@ -15,7 +15,8 @@ What does not have to wait for a step is left out of the loop: the gradients of 
 product each over all steps, those of keys, values and w_v one pass over the keys.
 
 Gates are in the order of the C++ (cpu/kernels/recurrent.h): GRU n r z on the input side, r z n on
-the hidden side; LSTM i f g o. :mod:`steps` makes these arguments of an ``nn.GRU`` or ``nn.LSTM``.
+the hidden side; LSTM i f g o. Weights and their gradients are whole, as torch's layers have them;
+:class:`DecoderInputs` puts them in that order.
 """
 
 from __future__ import annotations
@@ -31,12 +32,21 @@ from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attention import attend_backward_keys, needs_of
 from bahdanau_fast.ops.context import without_autocast
-from bahdanau_fast.ops.decode_arguments import Arguments, Rest
+from bahdanau_fast.ops.decode_arguments import Arguments, Copies, DecoderInputs, Rest, join
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["Arguments", "Decoded", "Rest", "by_steps", "decode", "decode_greedily"]
+__all__ = [
+    "Arguments",
+    "Decoded",
+    "DecoderInputs",
+    "Dtypes",
+    "Rest",
+    "by_steps",
+    "decode",
+    "decode_greedily",
+]
 
 
 class Decoded(NamedTuple):
@@ -48,25 +58,47 @@ class Decoded(NamedTuple):
     weights: Tensor  # (T,B,Tk), fp64 for fp64 and else fp32
 
 
-def decode(arguments: Arguments, rest: Rest, loop: str | None = None) -> Decoded:
+class Dtypes(NamedTuple):
+    """Of a decoder."""
+
+    operators: torch.dtype
+    states: torch.dtype  # of the results; likewise the next one
+    weights: torch.dtype
+
+
+def decode(of: DecoderInputs, rest: Rest, dtypes: Dtypes, loop: str | None = None) -> Decoded:
     """All steps, forward and backward: the operators, or a loop in which a backend attends."""
-    units = arguments.hidden.shape[2]
-    with without_autocast(arguments.keys.device):
+    units = of.hidden.shape[2]
+    with without_autocast(of.keys.device):
         if loop is None:
-            arguments = arguments.padded()
-        if checks.needs_gradient(*arguments):
-            found = Decoded(*_Decode.apply(*arguments, rest, loop))  # type: ignore[no-untyped-call]
+            of = of.padded()
+        tensors = of.flat()
+        if checks.needs_gradient(*tensors):
+            layers = len(of.layers)
+            found = Decoded(*_Decode.apply(rest, dtypes, loop, layers, *tensors))  # type: ignore[no-untyped-call]
         else:
-            found = _decoded(_forward(arguments, rest, loop, keep=False))
-    if arguments.hidden.shape[2] == units:
+            results = _forward(_arranged(of, dtypes.operators), rest, loop, keep=False)
+            found = _decoded(results, dtypes)
+    if of.hidden.shape[2] == units:
         return found
     features, hidden, cell = (x[..., :units] for x in found[:3])
     return Decoded(features, hidden, cell, found.weights)
 
 
+def _arranged(of: DecoderInputs, dtype: torch.dtype) -> Arguments:
+    """What the operators take; no graph records how it is made."""
+    if of.keys.is_cpu:
+        return of.arranged(dtype, partial(join, dtype))
+    copies = Copies(dtype)
+    arguments = of.arranged(dtype, copies)
+    copies.fill()
+    return arguments
+
+
 def decode_greedily(
-    arguments: Arguments,
+    of: DecoderInputs,
     rest: Rest,
+    dtype: torch.dtype,
     dense: tuple[Tensor, Tensor],
     left_out: list[int],
     marks: tuple[int, int, int],
@@ -78,11 +110,12 @@ def decode_greedily(
     ``dense`` is the output layer's weight (V,H) and bias (V,); ``left_out`` are tokens it must not
     choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
-    with torch.no_grad(), without_autocast(arguments.keys.device):
+    with torch.no_grad(), without_autocast(of.keys.device):
         if loop is not None:
+            a = _arranged(of, dtype)
             with torch._C._AutoDispatchBelowAutograd():
-                return decode_on_gpu.write(loop, arguments, rest, dense, left_out, marks, max_steps)
-        a = arguments.padded()
+                return decode_on_gpu.write(loop, a, rest, dense, left_out, marks, max_steps)
+        a = _arranged(of.padded(), dtype)
         if not a.keys.is_cpu:
             dense, left_out = decode_on_gpu.without(left_out, dense, a.hidden.shape[2]), []
         tokens, weights = decode_greedy.now(
@@ -156,41 +189,65 @@ def _forward(arguments: Arguments, rest: Rest, loop: str | None, keep: bool) -> 
         return decode_on_gpu.forward(loop, gates, arguments, rest, keep)
 
 
-def _decoded(results: tuple[Tensor, ...]) -> Decoded:
+def _decoded(results: tuple[Tensor, ...], dtypes: Dtypes) -> Decoded:
     states, cells, _, _, weights, _ = results
-    return Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
+    of_steps = states[-1, 1:], states[:, -1], cells[:, -1]
+    return Decoded(*(x.to(dtypes.states) for x in of_steps), weights.to(dtypes.weights))  # type: ignore[call-arg]
 
 
 class _Decode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, rest, loop = inputs
-        arguments = Arguments(*tensors)
+    def forward(
+        ctx: Any, rest: Rest, dtypes: Dtypes, loop: str | None, layers: int, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        arguments = _arranged(DecoderInputs.of_flat(tensors, layers), dtypes.operators)
         results = _forward(arguments, rest, loop, keep=True)
-        ctx.save_for_backward(*arguments, *rest[:-1], *results)
-        ctx.dropout_p, ctx.loop = rest.dropout_p, loop
+        decoded = _decoded(results, dtypes)
+        ctx.save_for_backward(*tensors, *arguments, *rest[:-1], *results, decoded.weights)
+        ctx.dropout_p, ctx.dtypes, ctx.loop, ctx.layers = rest.dropout_p, dtypes, loop, layers
         ctx.set_materialize_grads(False)
-        return _decoded(results)
+        return decoded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, len(Arguments._fields)
-        arguments = Arguments(*saved[:count])
-        rest = Rest(*(*saved[count:-6], ctx.dropout_p))
-        needed = Arguments(*ctx.needs_input_grad[:count])
+        _, _, _, _, *needed = ctx.needs_input_grad
+        saved, count, fields = ctx.saved_tensors, len(needed), len(Arguments._fields)
+        tensors, arguments = saved[:count], Arguments(*saved[count : count + fields])
+        rest = Rest(*(*saved[count + fields : -7], ctx.dropout_p))
         if all(grad is None for grad in grads):
-            return (None,) * (count + 2)
+            return (None,) * (count + 4)
         with without_autocast(arguments.keys.device):
             if torch.is_grad_enabled():
-                found = _gradients_again(arguments, rest, grads, needed)
-            else:
-                found = _gradients(arguments, rest, saved[-6:], grads, needed, ctx.loop)
-        wanted = (grad if need else None for grad, need in zip(found, needed, strict=True))
-        return (*wanted, None, None)
+                again = rest, ctx.dtypes, ctx.layers, tensors, needed, grads
+                return (*[None] * 4, *_gradients_again(*again))
+            of = DecoderInputs.of_flat(needed, ctx.layers)
+            found = _gradients(arguments, rest, saved[-7:], grads, of, ctx.loop).flat()
+        wanted = [grad if need else None for grad, need in zip(found, needed, strict=True)]
+        return (*[None] * 4, *_in_dtypes_of(tensors, wanted))
+
+
+def _in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
+    """Gradients in the dtypes of what they are of; those of one dtype in one launch."""
+    others = {
+        i: x.dtype
+        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))
+        if grad is not None and grad.dtype != x.dtype
+    }
+    for dtype in {*others.values()}:
+        copies = Copies(dtype)
+        for i in [i for i, of in others.items() if of == dtype]:
+            grads[i] = copies(grads[i])
+        copies.fill()
+    return grads
 
 
 def _gradients_again(
-    arguments: Arguments, rest: Rest, grads: tuple[Tensor | None, ...], needed: Arguments
+    rest: Rest,
+    dtypes: Dtypes,
+    layers: int,
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: tuple[Tensor | None, ...],
 ) -> Sequence[Tensor | None]:
     if rest.dropout_p > 0.0:
         raise NotImplementedError(
@@ -199,9 +256,10 @@ def _gradients_again(
         )
 
     def steps(*tensors: Any) -> Decoded:
-        return by_steps(Arguments(*tensors), rest)
+        of, dtype = DecoderInputs.of_flat(tensors, layers), dtypes.operators
+        return by_steps(of.arranged(dtype, partial(join, dtype)), rest)
 
-    return differentiate_again(steps, arguments, needed, grads)  # type: ignore[arg-type]
+    return differentiate_again(steps, tensors, needed, grads)
 
 
 def _gradients(
@@ -209,39 +267,48 @@ def _gradients(
     rest: Rest,
     results: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
-    needed: Arguments,
+    needed: DecoderInputs,
     loop: str | None,
-) -> Arguments:
+) -> DecoderInputs:
     states, _, contexts, *_ = results
+    dtype, of_weights = states.dtype, results[4].dtype
+    grads = tuple(
+        None if grad is None else grad.to(of_weights if i == 3 else dtype)
+        for i, grad in enumerate(grads)
+    )
     needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
     through = _through_steps if loop is None else partial(decode_on_gpu.backward, loop)
     grad_gates, grad_first, grad_first_cell, grad_queries, of_memory = through(
         arguments, rest, results, grads, needs
     )
-    side = len(arguments.w_inputs)
+    lstm, side = arguments.cell is not None, len(arguments.w_inputs)
+    units = states.shape[3]
     grad_inputs, grad_states = grad_gates[..., :side], grad_gates[..., -side:]
-    before, layers = states[:, :-1], range(len(states))
-    below = states[:-1, 1:] if rest.masks is None else states[:-1, 1:] * rest.masks
     grad_bias = grad_gates.sum((1, 2))
-    grad_input_bias = grad_bias[0, :side].clone()
-    grad_bias[0, :side] = 0.0  # input_bias stands for these
-    above = [sum_of_products(grad_inputs[i], below[i - 1]) for i in layers[1:]]
+    before, below = states[:, :-1], states[:-1, 1:]
+    if rest.masks is not None:
+        below = below * rest.masks
+    layers = []
+    for i, of_layer in enumerate(needed.layers):
+        under = below[i - 1] if i else torch.cat((contexts, arguments.inputs), -1)
+        found = [sum_of_products(grad_inputs[i], under), sum_of_products(grad_states[i], before[i])]
+        if len(of_layer) > 2:
+            found += [grad_bias[i, :side], grad_bias[i, -side:]]
+        if not lstm:  # the input side's n r z is r z n in torch's layers
+            found[::2] = [torch.cat((x[units:], x[:units])) for x in found[::2]]
+        elif len(found) > 2:  # two gradients share no memory
+            found[2] = found[2].clone()
+        layers.append(tuple(found))
     grad_keys, grad_values, grad_w_v = of_memory
-    first = grad_inputs[0]
-    return Arguments(
-        product(first, arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
-        sum_of_products(first, arguments.inputs),
-        grad_input_bias,
+    return DecoderInputs(
+        product(grad_inputs[0], arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
         grad_first,
         None if arguments.cell is None else grad_first_cell,
         grad_keys,
         grad_values,
         sum_of_products(grad_queries, before[-1]),
         grad_w_v,
-        sum_of_products(first, contexts),
-        torch.stack(above) if above else torch.empty_like(arguments.w_input),
-        torch.stack([sum_of_products(grad_states[i], before[i]) for i in layers]),
-        grad_bias,
+        tuple(layers),
     )
 
 
@@ -253,7 +320,7 @@ def _through_steps(
     needs: int,
 ) -> tuple[Any, ...]:
     """As :func:`decode_on_gpu.backward`."""
-    a, (states, cells, _, queries, weights, gates) = arguments, results
+    a, (states, cells, _, queries, weights, gates, narrow) = arguments, results
     contiguous = [None if grad is None else grad.contiguous() for grad in grads]
     if a.cell is None:
         contiguous[2] = None
@@ -261,7 +328,8 @@ def _through_steps(
     *found, grad_contexts, grad_scores, dropped = _decode_backward.now(
         *_in_order(a, rest), *kept, *contiguous
     )
-    dropped = weights if dropped.numel() == 0 else dropped
+    if dropped.numel() == 0:
+        dropped = narrow if narrow.dtype == a.keys.dtype else weights
     by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
     of_memory = attend_backward_keys.now(
         *(*by_row[:3], needs, by_row[3], a.keys, a.values, a.w_v),
@@ -297,13 +365,16 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     named |= {"hidden": hidden, "cell": cell, "input_gates": queries, "keep": True}
     _, _, contexts, queries, weights, gates = _fake(**named)
+    scores = weights
+    if hidden.device.type == "cuda":  # which writes them as the pass over the keys reads them
+        scores = weights.transpose(0, 1).contiguous().transpose(0, 1)
     return (
         gates,
         hidden.new_empty(hidden.shape),
         hidden.new_empty((0 if cell is None else hidden.shape[0], *hidden.shape[1:])),
         queries,
         contexts,
-        weights,
+        scores,
         hidden.new_empty((weights.shape[0] if dropout_p > 0.0 else 0, *weights.shape[1:])),
     )
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Arguments", "Rest", "padded"]
+__all__ = ["Arguments", "Copies", "DecoderInputs", "Rest", "join", "padded"]
+
+#: Rows of a new tensor: those of another, or a sum of two.
+Rows = Tensor | tuple[Tensor, Tensor]
 
 #: What F, Dv and H are multiples of in the operators of a device, with zeros behind others.
 MULTIPLES = {"cuda": 32}
@@ -20,7 +26,7 @@ def padded(size: int, device: str) -> int:
 
 
 class Arguments(NamedTuple):
-    """The differentiable inputs of :func:`decode`."""
+    """What the operators take, in one dtype."""
 
     inputs: Tensor  # (T,B,E); greedily the embedding (V,E)
     w_inputs: Tensor  # (G,E), of the first layer
@@ -36,7 +42,35 @@ class Arguments(NamedTuple):
     w_hidden: Tensor  # (L,G,H)
     bias: Tensor  # (L,4H), of all the gates; of the first layer what input_bias leaves out
 
-    def padded(self) -> Arguments:
+
+class DecoderInputs(NamedTuple):
+    """The differentiable inputs of :func:`decode`; fields as in :class:`Arguments`."""
+
+    inputs: Tensor
+    hidden: Tensor
+    cell: Tensor | None
+    keys: Tensor
+    values: Tensor
+    w_query: Tensor
+    w_v: Tensor
+    # Of each layer of torch weight_ih (G,Dv+E), above the first (G,H), and weight_hh (G,H); then
+    # bias_ih and bias_hh (G,), if it has biases.
+    layers: tuple[tuple[Tensor, ...], ...]
+
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """All of them, those of the layers last."""
+        return (*self[:-1], *chain.from_iterable(self.layers))
+
+    @classmethod
+    def of_flat(cls, tensors: Iterable[Tensor | None], layers: int) -> DecoderInputs:
+        """From what :meth:`flat` gives."""
+        each = [*tensors]
+        first = len(cls._fields) - 1
+        count = (len(each) - first) // layers
+        of_layers = (tuple(each[i : i + count]) for i in range(first, len(each), count))
+        return cls(*each[:first], tuple(of_layers))  # type: ignore[arg-type, call-arg]
+
+    def padded(self) -> DecoderInputs:
         """Those of one layer with F, Dv and H of the operators; all that is added stays zero."""
         a, units = self, self.hidden.shape[2]
         if self.keys.device.type not in MULTIPLES:
@@ -46,25 +80,109 @@ class Arguments(NamedTuple):
         if not (f or v or h):
             return self
 
-        def each_gate(x: Tensor, at: int, *more: int) -> Tensor:
-            blocks = x.unflatten(at, (x.shape[at] // units, units))
-            return F.pad(blocks, more).flatten(at, at + 1)
+        def each_gate(x: Tensor, *more: int) -> Tensor:
+            return F.pad(x.unflatten(0, (len(x) // units, units)), (*more, 0, h)).flatten(0, 1)
 
-        return Arguments(
+        ((of_inputs, of_states, *biases),) = a.layers
+        context, rest = of_inputs.split([sizes[1], of_inputs.shape[1] - sizes[1]], 1)
+        of_inputs = torch.cat((F.pad(context, (0, v)), rest), 1)
+        weights = each_gate(of_inputs, 0, 0), each_gate(of_states, 0, h)
+        return DecoderInputs(
             inputs=a.inputs,
-            w_inputs=each_gate(a.w_inputs, 0, 0, 0, 0, h),
-            input_bias=each_gate(a.input_bias, 0, 0, h),
             hidden=F.pad(a.hidden, (0, h)),
             cell=None if a.cell is None else F.pad(a.cell, (0, h)),
             keys=F.pad(a.keys, (0, f)),
             values=F.pad(a.values, (0, v)),
             w_query=F.pad(a.w_query, (0, h, 0, f)),
             w_v=F.pad(a.w_v, (0, f)),
-            w_context=each_gate(a.w_context, 0, 0, v, 0, h),
-            w_input=each_gate(a.w_input, 1, 0, h, 0, h),
-            w_hidden=each_gate(a.w_hidden, 1, 0, h, 0, h),
-            bias=each_gate(a.bias, 1, 0, h),
+            layers=((*weights, *map(each_gate, biases)),),
         )
+
+    def arranged(self, dtype: torch.dtype, join: Callable[..., Tensor]) -> Arguments:
+        """In one dtype and the operators' order of gates; ``join`` makes tensors of rows."""
+        a, lstm, split = self, self.cell is not None, 2 * self.hidden.shape[2]
+        features, weights = a.values.shape[2], a.layers
+
+        def cast(x: Tensor) -> Tensor:
+            return x if x.dtype is dtype else join(x)
+
+        def ordered(w: Tensor) -> tuple[Tensor, ...]:
+            return (w,) if lstm else (w[split:], w[:split])
+
+        def of_layer(w: Tensor) -> Tensor:
+            return cast(w) if lstm else join(*ordered(w))
+
+        first, context = weights[0][0], slice(features)
+        if a.keys.is_cpu:  # whose products take rows without gaps
+            w_context, w_inputs = first[:, context], first[:, features:]
+            w_context, w_inputs = (of_layer(w).contiguous() for w in (w_context, w_inputs))
+        else:
+            first = of_layer(first)
+            w_context, w_inputs = first[:, context], first[:, features:]
+        hidden, above = [w[1] for w in weights], [w[0] for w in weights[1:]]
+        w_hidden = cast(hidden[0]) if len(hidden) == 1 else join(*hidden)
+        w_input = join(*chain.from_iterable(map(ordered, above))) if above else w_hidden[:0]
+        rows: list[Rows] = []
+        for _, _, *biases in weights:
+            if not biases:
+                rows.append(first.new_zeros(2 * split))
+            elif lstm:
+                rows.append((biases[0], biases[1]))
+            else:
+                x, y = biases
+                rows += [x[split:], (x[:split], y[:split]), y[split:]]
+        bias = join(*rows).view(len(weights), 2 * split)
+        return Arguments(
+            inputs=cast(a.inputs),
+            w_inputs=w_inputs,
+            input_bias=bias[0, : len(first)],
+            hidden=cast(a.hidden).contiguous(),
+            cell=None if a.cell is None else cast(a.cell).contiguous(),
+            keys=cast(a.keys),
+            values=cast(a.values),
+            w_query=cast(a.w_query).contiguous(),
+            w_v=cast(a.w_v),
+            w_context=w_context,
+            w_input=w_input.view(len(above), *hidden[0].shape),
+            w_hidden=w_hidden.view(len(hidden), *hidden[0].shape),
+            bias=bias,
+        )
+
+
+def join(dtype: torch.dtype, *rows: Rows) -> Tensor:
+    """A tensor of rows, in a dtype."""
+    sums = [x if isinstance(x, Tensor) else x[0] + x[1] for x in rows]
+    cast = [x if x.dtype is dtype else x.to(dtype) for x in sums]
+    return cast[0] if len(cast) == 1 else torch.cat(cast)
+
+
+class Copies:
+    """Makes the tensors of :func:`join`, without gradients, and fills all in one launch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._added: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, *rows: Rows) -> Tensor:
+        """Empty until :meth:`fill`."""
+        pairs = [(x, None) if isinstance(x, Tensor) else x for x in rows]
+        lengths, like = [len(x) for x, _ in pairs], pairs[0][0]
+        made = like.new_empty((sum(lengths), *like.shape[1:]), dtype=self._dtype)
+        for target, (source, more) in zip(made.split(lengths), pairs, strict=True):
+            self._targets.append(target)
+            self._sources.append(source)
+            if more is not None:
+                self._added.append((target, more))
+        return made
+
+    def fill(self) -> None:
+        """Copy all rows."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        for target, more in self._added:
+            target.add_(more)
 
 
 class Rest(NamedTuple):

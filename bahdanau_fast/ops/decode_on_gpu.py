@@ -185,7 +185,7 @@ def backward(
     (T,B,F); and those of keys, values and w_v, which ``needs`` has the bits of.
     """
     a, lstm = arguments, arguments.cell is not None
-    states, cells, _, queries, weights, spaces = results
+    states, cells, _, queries, weights, spaces, *_ = results
     grad_features, grad_hidden, grad_cell, grad_weights = grads
     layers, steps, units = len(states), len(queries), states.shape[3]
     zeros = torch.zeros_like(a.hidden)

@@ -1,37 +1,59 @@
 """The operators that decode a whole sequence."""
 
+from functools import partial
+
 import pytest
 import torch
 from decoders import CELLS, EXACT, B, H, T, call, given, layer
 from opchecked import opcheck
 
 from bahdanau_fast.ops import decode
+from bahdanau_fast.ops.decode_arguments import join
 
 ops = torch.ops.bahdanau_fast
 
 
-def arguments(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=False):
-    """Arguments of the operator, as the layer makes them."""
+def inputs_of(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=False):
+    """What all steps take, as the layer makes it."""
     module, tensors = layer(cls, layers, dtype), given(cls, layers, dtype)
     caught = []
 
-    def catch(arguments, rest, _):
-        caught.append((arguments, rest))
-        return decode.by_steps(arguments, rest)
+    def catch(of, rest, *_):
+        caught.append((of, rest))
+        return by_steps(of, rest)
 
     original, decode.decode = decode.decode, catch
     try:
         call(module, tensors)
     finally:
         decode.decode = original
-    ((made, rest),) = caught
-    keys = made.keys.detach()
+    ((of, rest),) = caught
+    keys = of.keys.detach()
     entries = ops.exp_keys(keys) if table else (None, None)
     mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
     seed = torch.tensor([3]) if p else None
-    detached = decode.Arguments(*(x if x is None else x.detach() for x in made))
     made = {"table": entries[0], "keys_max": entries[1], "valid_lens": rest.valid_lens}
-    return detached, decode.Rest(**made, masks=mask, seed=seed, dropout_p=p)
+    return each(of, torch.Tensor.detach), decode.Rest(**made, masks=mask, seed=seed, dropout_p=p)
+
+
+def each(of, change):
+    """The same inputs, changed one by one."""
+    changed = (x if x is None else change(x) for x in of.flat())
+    return decode.DecoderInputs.of_flat(changed, len(of.layers))
+
+
+def by_steps(of, rest):
+    return decode.by_steps(of.arranged(of.keys.dtype, partial(join, of.keys.dtype)), rest)
+
+
+def by_operator(of, rest):
+    return decode.decode(of, rest, decode.Dtypes(*[of.keys.dtype] * 3))
+
+
+def arguments(cls, layers=2, dtype=torch.float32, **options):
+    """Arguments of the operator, as the layer makes them."""
+    of, rest = inputs_of(cls, layers, dtype, **options)
+    return decode._arranged(of, dtype), rest
 
 
 @pytest.mark.parametrize(
@@ -57,31 +79,31 @@ def test_opcheck(cls, options, dtype):
     opcheck(ops.decode_backward.default, (*inputs, *saved, *grads))
 
 
-def same_with_gradients(made, rest):
+def same_with_gradients(of, rest):
     """That the operator gives what steps give."""
-    made = decode.Arguments(*(x if x is None else x.detach().requires_grad_() for x in made))
+    of = each(of, lambda x: x.detach().requires_grad_())
     found = []
-    for function in (decode.decode, decode.by_steps):
-        out = function(made, rest)
+    for function in (by_operator, by_steps):
+        out = function(of, rest)
         loss = sum((i + 1) * x.square().sum() for i, x in enumerate(out))
-        used = [x for x in made if x is not None]
+        used = [x for x in of.flat() if x is not None]
         found.append([*out, *torch.autograd.grad(loss, used, materialize_grads=True)])
     torch.testing.assert_close(*found, **EXACT)
 
 
 @pytest.mark.parametrize("cls", CELLS)
 def test_masks_between_layers(cls):
-    same_with_gradients(*arguments(cls, 3, torch.float64, masks=True))
+    same_with_gradients(*inputs_of(cls, 3, torch.float64, masks=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cls", CELLS)
 def test_gates_of_any_size(cls, dtype):
     # exp(-gate) overflows for some of them, and is zero for others.
-    made, rest = arguments(cls, 1, dtype)
-    made = made._replace(inputs=1e3 * made.inputs)
-    assert float(decode._input_gates(made).abs().max()) > 800
-    got, expected = decode.decode(made, rest), decode.by_steps(made, rest)
+    of, rest = inputs_of(cls, 1, dtype)
+    of = of._replace(inputs=1e3 * of.inputs)
+    assert float(decode._input_gates(decode._arranged(of, dtype)).abs().max()) > 800
+    got, expected = by_operator(of, rest), by_steps(of, rest)
     torch.testing.assert_close(got, expected)
 
 
@@ -97,21 +119,21 @@ EMPTY = {
 @pytest.mark.parametrize("size", EMPTY)
 @pytest.mark.parametrize("cls", CELLS)
 def test_an_empty_batch_and_empty_keys(cls, size):
-    made, rest = arguments(cls, 2, torch.float64)
-    given_ = {n: x for n, x in made._asdict().items() if x is not None}
-    made = made._replace(**EMPTY[size](given_))
-    same_with_gradients(made, rest._replace(valid_lens=None))
+    of, rest = inputs_of(cls, 2, torch.float64)
+    given_ = {n: x for n, x in of._asdict().items() if x is not None}
+    of = of._replace(**EMPTY[size](given_))
+    same_with_gradients(of, rest._replace(valid_lens=None))
 
 
 @pytest.mark.parametrize("cls", CELLS)
 def test_no_steps(cls):
-    made, rest = arguments(cls, 2, torch.float64)
-    made = made._replace(inputs=made.inputs[:0], hidden=made.hidden.requires_grad_())
-    got = decode.decode(made, rest)
-    assert torch.equal(got.hidden, made.hidden)
+    of, rest = inputs_of(cls, 2, torch.float64)
+    of = of._replace(inputs=of.inputs[:0], hidden=of.hidden.requires_grad_())
+    got = by_operator(of, rest)
+    assert torch.equal(got.hidden, of.hidden)
     assert got.weights.numel() == got.features.numel() == 0
-    (of_hidden,) = torch.autograd.grad(got.hidden.square().sum(), made.hidden)
-    assert torch.equal(of_hidden, 2 * made.hidden)
+    (of_hidden,) = torch.autograd.grad(got.hidden.square().sum(), of.hidden)
+    assert torch.equal(of_hidden, 2 * of.hidden)
 
 
 WRONG = {

@@ -8,7 +8,8 @@ from decoders import by_steps, hook
 from profiled import counts
 from torch import nn
 
-from bahdanau_fast.modules import decoder_loop as steps_module
+from bahdanau_fast.modules.decoder_loop import _inputs
+from bahdanau_fast.ops import decode
 from bahdanau_fast.seq2seq import (
     EncoderDecoder,
     Seq2SeqAttentionDecoder,
@@ -115,15 +116,18 @@ def arguments(layers=2, dtype=torch.float32):
     with torch.no_grad():
         state = translator.decoder.init_state(translator.encoder(tokens, lens), lens)
         memory = translator.decoder.memory(state)
-    decoder, projected = translator.decoder, memory.projected
-    weights = steps_module._weights(decoder.rnn, H)
+        decoder = translator.decoder
+        embedding = decoder.embedding.weight
+        of, _ = _inputs(dtype, decoder.attention, decoder.rnn, embedding, state[1], memory)
+        made = decode._arranged(of, dtype)._asdict()
     made = {
-        **{"embedding": decoder.embedding.weight, "w_embedded": weights.pop("w_inputs"), **weights},
-        **{"hidden": state[1], "cell": None, "keys": projected.keys},
-        **{"table": None, "keys_max": None, "values": memory.values},
-        **{"valid_lens": lens, "mask": None, "w_query": decoder.attention.W_q.weight},
-        **{"w_v": decoder.attention.w_v.weight, "w_dense": decoder.dense.weight},
-        **{"dense_bias": decoder.dense.bias, "left_out": torch.tensor([PAD, BOS])},
+        **{"embedding": made.pop("inputs"), "w_embedded": made.pop("w_inputs"), **made},
+        **{"table": None, "keys_max": None, "valid_lens": lens, "mask": None},
+        **{
+            "w_dense": decoder.dense.weight,
+            "dense_bias": decoder.dense.bias,
+            "left_out": torch.tensor([PAD, BOS]),
+        },
         **{"first": BOS, "last": EOS, "blank": PAD, "max_steps": STEPS},
     }
     return {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in made.items()}

@@ -80,6 +80,50 @@ def test_the_number_of_steps_does_not_matter(cls, dropout, dtype, precision):
     assert calls[0] == calls[1]
 
 
+# Operators of torch that are a launch each on a GPU, whatever they call on a CPU.
+LAUNCHES = {
+    f"aten::{name}"
+    for name in [
+        "_foreach_copy_",
+        "add",
+        "add_",
+        "addmm",
+        "bmm",
+        "cat",
+        "clone",
+        "copy_",
+        "fill_",
+        "mm",
+        "mul",
+        "sum",
+        "zero_",
+    ]
+}
+
+
+def launches_of_torch(record):
+    def within(event):
+        parent = event.cpu_parent
+        return parent is not None and (parent.name in LAUNCHES or within(parent))
+
+    return sum(event.name in LAUNCHES and not within(event) for event in record.events())
+
+
+@pytest.mark.parametrize(("dtype", "precision", "most"), [(BF16, None, 24), (FP32, BF16, 30)])
+@pytest.mark.parametrize("cls", CELLS)
+def test_the_launches_of_a_training_step(cls, dtype, precision, most):
+    """Of which the decoder's two need another each, which zeroes what their blocks meet at."""
+    decoder = cls(64, 64, dtype=dtype)
+    shapes = (50, 4, 64), (4, 7, 64)
+    inputs, keys = (torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes)
+    with profile() as record, routed("cuda"), autocast(precision):
+        (outputs, _), forward = launched(lambda: decoder(inputs, None, keys))
+        grad = outputs.detach()
+        _, backward = launched(lambda: outputs.backward(grad))
+    assert {"persistent_forward", "persistent_backward"} < {*forward, *backward}
+    assert launches_of_torch(record) + len(forward) + len(backward) + 2 <= most
+
+
 @pytest.mark.parametrize("cls", CELLS)
 def test_without_gradients(cls):
     module, tensors = layer(cls, dtype=BF16), given(cls, dtype=BF16)

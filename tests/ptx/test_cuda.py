@@ -52,7 +52,7 @@ SYNC, CLUSTER, WAIT = (
     ("cluster_barrier();", "barrier.cluster"),
     ("wait_for_copies", "cp.async.wait_group"),
 )
-RELEASE = "barrier.cluster.arrive.release"
+RELEASE, RELAXED = "barrier.cluster.arrive.release", "barrier.cluster.arrive.relaxed"
 BLOCK, DECODE, COMBINE = "decode_block.h", "decode.h", "decode_combine.h"
 BACKWARD, KEYS = "decode_backward.h", "backward_keys.h"
 EIGHT, APART = "eight splits", "split keys, 1000 processors"
@@ -68,8 +68,7 @@ MISTAKES = {
     "before warps meet": (DECODE, "const auto of_block", SYNC, STEP),
     "of a cluster, before splits meet": (DECODE, "const auto of_block", CLUSTER, EIGHT),
     "of a cluster, a relaxed barrier before splits meet": (
-        DECODE, "const auto of_block", ("cluster_b", RELEASE, RELEASE.replace("release", "relaxed")),
-        EIGHT,
+        DECODE, "const auto of_block", ("cluster_b", RELEASE, RELAXED), EIGHT,
     ),
     "of a cluster, after splits met": (DECODE, "relaxed_cluster_b", CLUSTER, EIGHT),
     "between parts and a context": (COMBINE, "store_four(context, parts", SYNC, APART),

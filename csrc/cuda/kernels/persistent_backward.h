@@ -37,10 +37,12 @@ struct PersistentBackwardTask : PersistentBlock<T> {
     this->load_transposed(this->first, plan.first_rows, plan.first_columns, [&](int r, int k) {
       const bool of_context = r < plan.features;
       const int64_t c = of_context ? features + r : units + r - plan.features;
-      const int64_t row = of_context || lstm ? k : k - g.H, width = of_context ? p.Dv : g.H;
-      const bool there = c < width && (of_context ? lstm || k < 3 * g.H : row >= 0);
-      const T* const weight = in(of_context ? g.w_context : g.w_hidden);
-      return there ? weight + row * width + c : nullptr;
+      const int64_t row = of_context || lstm ? k : k - g.H;
+      const bool there =
+          c < (of_context ? p.Dv : g.H) && (of_context ? lstm || k < 3 * g.H : row >= 0);
+      const T* const weight = in(of_context ? g.w_context.data : g.w_hidden);
+      const int64_t stride = of_context ? g.w_context.row_stride : g.H;
+      return there ? weight + row * stride + c : nullptr;
     });
     this->load_transposed(this->second, plan.second_rows, plan.second_columns, [&](int r, int k) {
       return units + r < g.H ? in(g.w_query) + k * g.H + units + r : nullptr;
@@ -136,7 +138,7 @@ struct PersistentBackwardTask : PersistentBlock<T> {
       const bool counts = seen > 0 && j < n;
       const float score =
           counts ? weigh_difference(this->weights[j] / total.high, this->scores[j], mean) : 0.0f;
-      static_cast<float*>(g.grad_scores)[at + j] = score;
+      static_cast<float*>(g.grad_scores)[(b * g.T + t) * p.Tk + j] = score;
       this->scores[j] = score;
     }
     __syncthreads();

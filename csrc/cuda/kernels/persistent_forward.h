@@ -36,16 +36,16 @@ struct PersistentForwardTask : PersistentBlock<T> {
 
   __device__ void begin() {
     const int64_t units = int64_t(rank) * plan.units, hidden = int64_t(rank) * plan.hidden;
-    const auto of_gate = [&](const void* weight, int row, int64_t columns) {
+    const auto of_gate = [&](const void* weight, int row, int64_t stride) {
       const int64_t gate = row / plan.units, h = units + row % plan.units;
-      return h < f.H ? in(weight) + (gate * f.H + h) * columns : nullptr;
+      return h < f.H ? in(weight) + (gate * f.H + h) * stride : nullptr;
     };
     this->copy_rows(this->first, plan.first_rows, plan.first_columns, [&](int r) {
       if (r >= plan.hidden) return of_gate(f.w_hidden, r - plan.hidden, f.H);
       return hidden + r < p.H ? in(f.w_query) + (hidden + r) * f.H : nullptr;
     });
     this->copy_rows(this->second, plan.second_rows, plan.second_columns,
-                    [&](int r) { return of_gate(f.w_context, r, p.Dv); });
+                    [&](int r) { return of_gate(f.w_context.data, r, f.w_context.row_stride); });
     for (int b = threadIdx.x; greedy() && b < rows; b += kPersistentThreads)
       tokens()[b] = int(f.greedy.first);
     this->load_memory(4 + (lstm ? 2 : 1), true);

@@ -78,7 +78,8 @@ struct Decoder {
   // Tokens, a multiple of 16, where each step's input is the one that the last step wrote; 0: the
   // inputs are given.
   int64_t V = 0;
-  const void *w_query = nullptr, *w_context = nullptr, *w_hidden = nullptr;  // (F,H), (G,Dv), (G,H)
+  const void *w_query = nullptr, *w_hidden = nullptr;  // (F,H), (G,H)
+  View w_context;                                      // (G,Dv)
 
   int64_t gates() const { return lstm ? 4 : 3; }
 };
@@ -117,7 +118,8 @@ struct DecoderBackward : Decoder {
   void* grad_gates = nullptr;
   void *grad_first = nullptr, *grad_first_cell = nullptr;  // (B,H)
   void *grad_queries = nullptr, *grad_contexts = nullptr;  // (T,B,F), (T,B,Dv)
-  void *grad_scores = nullptr, *dropped = nullptr;  // (T,B,Tk) of fp32, and with dropout of T
+  void* grad_scores = nullptr;                             // (B,T,Tk) of fp32
+  void* dropped = nullptr;                                 // (T,B,Tk) of T, with dropout
 };
 
 // The launches of one kind. B, Tq and Tk must be at least one, and serves() true.

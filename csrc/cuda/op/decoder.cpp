@@ -21,14 +21,6 @@ struct Decoding {
   const MaybeTensor &cell, &masks;
 };
 
-// The tensor itself, or a copy whose rows can be read 16 bytes at a time.
-Tensor in_vectors(const Tensor& tensor) {
-  const Tensor rows = tensor.dim() == 3 && tensor.stride(2) != 1 ? packed(tensor) : tensor;
-  bool aligned = reinterpret_cast<uint64_t>(rows.const_data_ptr()) % 16 == 0;
-  for (int64_t i = 0; i + 1 < rows.dim(); ++i) aligned = aligned && rows.stride(i) % 8 == 0;
-  return aligned ? rows : torch::stable::clone(packed(rows));
-}
-
 Given attention_of(const Tensor& queries, const Tensor& keys, const Tensor& values,
                    const Tensor& w_v, const MaybeTensor& lens, const MaybeTensor& mask,
                    const MaybeTensor& table, const MaybeTensor& keys_max, const MaybeTensor& seed,
@@ -60,7 +52,7 @@ struct Arguments {
     hidden = data(with.hidden, {1, B, d.H}, "hidden");
     if (d.lstm) cell = data(*with.cell, {1, B, d.H}, "cell");
     d.w_query = data(with.w_query, {d.p.H, d.H}, "w_query");
-    d.w_context = data(with.w_context, {G, d.p.Dv}, "w_context");
+    d.w_context = in.rows_of(with.w_context, G, d.p.Dv, "w_context");
     d.w_hidden = data(with.w_hidden, {1, G, d.H}, "w_hidden");
     bias = static_cast<const char*>(data(with.bias, {1, 4 * d.H}, "bias")) + 2 * 3 * d.H;
   }
@@ -139,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   Tensor grad_gates = of.make({1, T, B, 4 * H}), grad_first = of.make({1, B, H});
   Tensor grad_first_cell = of.make({g.lstm ? 1 : 0, B, H});
   Tensor grad_queries = of.make({T, B, g.p.H}), grad_contexts = of.make({T, B, g.p.Dv});
-  Tensor grad_scores = of.in.new_tensor({T, B, Tk}, ScalarType::Float);
+  Tensor grad_scores = of.in.new_tensor({B, T, Tk}, ScalarType::Float);
   const bool drops = g.p.seed != nullptr;
   Tensor dropped = of.make({drops ? T : 0, B, Tk});
   g.grad_gates = grad_gates.mutable_data_ptr(), g.grad_first = grad_first.mutable_data_ptr();
@@ -148,8 +140,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   g.grad_contexts = grad_contexts.mutable_data_ptr();
   g.grad_scores = grad_scores.mutable_data_ptr(), g.dropped = data_or_null(dropped, drops);
   of.in.kernels->decode_backward(g, of.in.device, of.in.memory());
-  return {grad_gates,    grad_first,  grad_first_cell, grad_queries,
-          grad_contexts, grad_scores, dropped};
+  return {grad_gates,   grad_first,    grad_first_cell,
+          grad_queries, grad_contexts, torch::stable::transpose(grad_scores, 0, 1),
+          dropped};
 }
 
 // Whether what is queued goes into a CUDA graph, which knows no step to end at.

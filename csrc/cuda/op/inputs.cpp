@@ -66,6 +66,13 @@ bool is_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
 
 }  // namespace
 
+Tensor in_vectors(const Tensor& tensor) {
+  const Tensor rows = tensor.stride(tensor.dim() - 1) != 1 ? packed(tensor) : tensor;
+  bool aligned = reinterpret_cast<uint64_t>(rows.const_data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < rows.dim(); ++i) aligned = aligned && rows.stride(i) % 8 == 0;
+  return aligned ? rows : torch::stable::clone(packed(rows));
+}
+
 // Asked for once, but for what the stream decides.
 Device current_device(int index, const Kernels* kernels) {
   static auto* const known = new std::map<std::pair<int, const Kernels*>, Device>;
@@ -177,6 +184,14 @@ const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
   if (reinterpret_cast<uint64_t>(owned_.back().const_data_ptr()) % 16 != 0)
     owned_.back() = torch::stable::clone(owned_.back());
   return owned_.back().const_data_ptr();
+}
+
+View Inputs::rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) {
+  check_place(tensor, name);
+  STD_TORCH_CHECK(is_of(tensor, dtype, {rows, columns}), name,
+                  " must have the shape and dtype that fit the others");
+  owned_.push_back(in_vectors(tensor));
+  return {owned_.back().const_data_ptr(), 0, owned_.back().stride(0)};
 }
 
 View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,

@@ -23,6 +23,9 @@ struct Given {
   bool of_decoder = false;  // any number of queries and of hidden units
 };
 
+// The tensor itself, or a copy whose rows can be read 16 bytes at a time.
+Tensor in_vectors(const Tensor& tensor);
+
 // The GPU as the kernels of a kind see it, and torch's current stream there.
 Device current_device(int index, const Kernels* kernels);
 
@@ -41,6 +44,8 @@ struct Inputs {
   // bytes on: its own or a copy's.
   const void* data_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
                       const char* name);
+  // The same for a matrix whose rows may be further apart.
+  View rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name);
   // A new contiguous tensor on the device of the queries; (0,) where it is not wanted.
   Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted = true) const;
   // What the launches need beside: it lives as long as this.

@@ -3,9 +3,12 @@
 What comes back is held against the same decoder in plain PyTorch, step by step in fp64.
 """
 
+from functools import partial
+
 import torch
 
 from bahdanau_fast.ops import decode as operator
+from bahdanau_fast.ops.decode_arguments import join
 from fuzzing.drawn import (
     NUMBERS,
     SIZES,
@@ -21,12 +24,11 @@ from fuzzing.drawn import (
 
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64)
-NEEDED = operator.Arguments(*[True] * len(operator.Arguments._fields))
 SCALES = (1.0, 1e-3, 0.1, 3.0, 10.0)
 
 
-def _arguments(read, generator, T):
-    """Arguments and Rest of a decoder with ``T`` steps."""
+def _drawn(read, generator, T):
+    """The inputs of a decoder with ``T`` steps."""
     dtype, lstm = read.of(DTYPES), read.number(2)
     if read.mistake(60):
         dtype = torch.bfloat16
@@ -41,24 +43,26 @@ def _arguments(read, generator, T):
     def weight(*shape):
         return normal(*shape, scale=max(shape[-1], 1) ** -0.5)
 
-    made = operator.Arguments(
+    of = operator.DecoderInputs(
         inputs=normal(T, B, E, scale=scale),
-        w_inputs=weight(G, E),
-        input_bias=normal(G),
         hidden=normal(L, B, H),
         cell=normal(L, B, H) if lstm else None,
         keys=tensor(read, (B, Tk, F), dtype, generator, scale),
         values=tensor(read, (B, Tk, Dv), dtype, generator, 1.0),
         w_query=weight(F, H),
         w_v=tensor(read, (1, F) if read.number(2) else (F,), dtype, generator, 1.0),
-        w_context=weight(G, Dv),
-        w_input=weight(L - 1, G, H),
-        w_hidden=weight(L, G, H),
-        bias=normal(L, 4 * H),
+        layers=tuple(
+            (weight(G, H if i else Dv + E), weight(G, H), normal(G), normal(G)) for i in range(L)
+        ),
     )
-    made.bias[0, :G] = 0.0  # that of the inputs stands for it
     lens = lengths(read, B, 1, Tk, generator)
-    return made, operator.Rest(valid_lens=lens)
+    return of, operator.Rest(valid_lens=lens)
+
+
+def _arranged(of):
+    """What the operators take."""
+    dtype = of.hidden.dtype
+    return of.arranged(dtype, partial(join, dtype))
 
 
 def _tabled(read, made, rest):
@@ -69,19 +73,19 @@ def _tabled(read, made, rest):
     return rest._replace(table=table, keys_max=keys_max)
 
 
-def _leaves(made):
+def _leaves(of):
     """The same numbers in fp64, to differentiate by."""
-    return operator.Arguments(
-        *(x if x is None else x.detach().double().requires_grad_() for x in made)
-    )
+    wide = (x if x is None else x.detach().double().requires_grad_() for x in of.flat())
+    return operator.DecoderInputs.of_flat(wide, len(of.layers))
 
 
 @case
 def decode(read, generator):
     """``decode``, keeping what backward needs or not, ``decode_backward`` and what completes it."""
     T = read.of((1, 2, 3, 5, 0))
-    made, rest = _arguments(read, generator, T)
-    odd = spoil(read, [made.inputs, made.keys, made.values, made.hidden])
+    of, rest = _drawn(read, generator, T)
+    odd = spoil(read, [of.inputs, of.keys, of.values, of.hidden])
+    made = _arranged(of)
     L, B, H = made.hidden.shape
     if read.number(2):
         masks = 2.0 * torch.randint(2, (L - 1, T, B, H), generator=generator)
@@ -104,39 +108,35 @@ def decode(read, generator):
     ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
     by_row = None if rest.valid_lens is None else rest.valid_lens.reshape(B)  # as modules give them
     whole = rest._replace(valid_lens=by_row)
-    found = operator._gradients(made, whole, results, grads, NEEDED, None)
+    needed = of._replace(inputs=True, keys=True, values=True, w_v=True)
+    found = operator._gradients(made, whole, (*results, weights), grads, needed, None)
     for place in () if read.broken or odd else (0, 1, 4):
         assert torch.equal(results[place], again[place]), f"result {place} is not the same again"
 
     def compare():
-        leaves, dtype = _leaves(made), made.hidden.dtype
+        leaves, dtype = _leaves(of), made.hidden.dtype
         masks = None if rest.masks is None else rest.masks.double()
-        want = operator.by_steps(leaves, operator.Rest(valid_lens=rest.valid_lens, masks=masks))
+        plain = operator.Rest(valid_lens=rest.valid_lens, masks=masks)
+        want = operator.by_steps(_arranged(leaves), plain)
         got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
         for name, a, b in zip(want._fields, got, want, strict=True):
             agree(name, a, b.detach(), dtype)
-        used = [x for x in leaves if x is not None]
+        used = [x for x in leaves.flat() if x is not None]
         if all(grad is None for grad in grads):
             return
         of_used = iter(exact(want, used, grads))
-        for name, x, grad in zip(made._fields, made, found, strict=True):
-            if x is not None:
-                agree(f"d {name}", grad, _own(name, next(of_used), made), dtype)
+        for place, grad in enumerate(found.flat()):
+            if grad is not None:
+                agree(f"d input {place}", grad, next(of_used), dtype)
 
     return None if odd or dropout_p or 0 in (T, H) else compare
-
-
-def _own(name, grad, made):
-    """The gradient of the biases without the part that input_bias stands for."""
-    if name == "bias":
-        grad[0, : len(made.w_inputs)] = 0.0
-    return grad
 
 
 @case
 def greedy(read, generator):
     """``decode_greedy``: at each step the likeliest token of those that follow its own choices."""
-    made, rest = _arguments(read, generator, 0)
+    of, rest = _drawn(read, generator, 0)
+    made = _arranged(of)
     dtype, E, H = made.hidden.dtype, made.inputs.shape[2], made.hidden.shape[2]
     V, most = read.of((1, 2, 3, 5, 17, 40)), 1 + read.number(7)
 
@@ -144,7 +144,7 @@ def greedy(read, generator):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     embedding, w_dense, dense_bias = normal(V, E), normal(V, H), normal(V)
-    odd = spoil(read, [embedding, made.keys, made.values, made.hidden])
+    odd = spoil(read, [embedding, of.keys, of.values, of.hidden])
     left_out = torch.tensor([read.number(V) for _ in range(read.number(4))], dtype=torch.int64)
     left_out = left_out.to(read.of((torch.int64, torch.int32, torch.float32)))
     first, last, blank = (read.number(V) for _ in range(3))
@@ -169,8 +169,8 @@ def greedy(read, generator):
         assert (tokens[before] == blank).all(), "something behind the end"
         if 0 in (steps, H):
             return
-        wide = _leaves(made)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
-        want = operator.by_steps(wide, operator.Rest(valid_lens=rest.valid_lens))
+        wide = _leaves(of)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
+        want = operator.by_steps(_arranged(wide), operator.Rest(valid_lens=rest.valid_lens))
         agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
         logits = want.features @ w_dense.double().t() + dense_bias.double()
         logits = logits.detach().transpose(0, 1)
