@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONSTANTS = {
     "bahdanau_fast/backends/route.py": r"GPU_\w+",
     "kernels/plans.py": r"(?!_CALLS)_?[A-Z][A-Z_]+",
-    "csrc/cuda/op/attend.h": r"constexpr \w+ k[A-Z]\w+",
+    "csrc/cuda/op/attend.h": r"(?:LAB_CONSTEXPR|constexpr) \w+ k[A-Z]\w+",
 }
 GPU, TIME = r"GPU|H100|CUDA|Triton", r"\d\s*(?:[unm]s|µs|(?:micro|milli|nano)seconds|[TG]B/s)\b"
 

@@ -19,7 +19,7 @@ constexpr int kTile = kTileRows * kTileBatch, kTileStride = kTile + kTileBatch;
 // A block attends to so many numbers of keys or values in a step at the most: above, single steps,
 // which cut the keys of a row, have more of the GPU.
 // not measured: (16,1,400,512) and (8,1,1000,512) in one launch and step by step, in a graph.
-constexpr int64_t kMostAttended = 1 << 18;
+LAB_CONSTEXPR int64_t kMostAttended = 1 << 18;
 constexpr int64_t kLeastUnits = 4;  // of a block: fewer blocks meet faster
 
 // Elements from one row of weights in shared memory to the next: rows begin in other banks.

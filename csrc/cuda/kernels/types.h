@@ -7,6 +7,14 @@
 
 #include "common/problem.h"
 
+// A constant that the build of `make gpu-bundle` has as a variable, for benchmarks/gpu/hour to set;
+// in every other build it is one.
+#ifdef BAHDANAU_FAST_LAB
+#define LAB_CONSTEXPR __attribute__((visibility("default"))) inline
+#else
+#define LAB_CONSTEXPR constexpr
+#endif
+
 namespace bahdanau_fast::gpu {
 
 // valid_lens as given: any real dtype, (B,) (with row_stride 0) or (B,Tq), any strides.

@@ -15,15 +15,16 @@ namespace bahdanau_fast::gpu {
 // bytes of W_q, times the queries.
 // not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
 // W_q inside and in front would tell.
-constexpr int64_t kOwnQueries = 4, kOwnWeight = 16 * 1024;
+LAB_CONSTEXPR int64_t kOwnQueries = 4, kOwnWeight = 16 * 1024;
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 // not measured: no row projects in the launch; steps of 64 and 128 hidden units would.
-constexpr int64_t kSharedWeight = 16 * 1024;
+LAB_CONSTEXPR int64_t kSharedWeight = 16 * 1024;
 // Forward: most splits of a row for the sake of idle multiprocessors, scores of a block, keys that
 // a warp adds up one after the other in fp32, whose roundings grow with the sum, and bytes of
 // shared memory with rings and without scores.
 // not measured: others; (64,1,50,512) with one and two splits, (1,1,40000,512) with 132 and 512.
-constexpr int64_t kMostSplits = 256, kMostScores = 4096, kMostInTurn = 128, kRingLimit = 76 * 1024;
+LAB_CONSTEXPR int64_t kMostSplits = 256, kMostScores = 4096, kMostInTurn = 128,
+                      kRingLimit = 76 * 1024;
 
 template <class T>
 struct Attend {

@@ -56,7 +56,8 @@ def library():
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [
         *("g++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
-        *("-DTORCH_TARGET_VERSION=0x020a000000000000", *includes, *map(str, SOURCES)),
+        *("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DBAHDANAU_FAST_LAB"),
+        *(*includes, *map(str, SOURCES)),
         *("-x", "c++", *map(str, KERNELS), "-x", "none"),
         *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
         *(*libraries, "-ltorch_cpu", "-ldl"),
