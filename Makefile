@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h
 PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench bench-compare gpu-report dist hub site arm clean torch-spec deep
+.PHONY: help venv demo test lint format bench bench-compare gpu-report gpu-bundle gpu-hour dist hub site arm clean torch-spec deep
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -101,6 +101,37 @@ gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=user|smo
 	cd build/gpu && BAHDANAU_FAST_COMMIT=$$(git rev-parse --short=12 HEAD 2>/dev/null) \
 		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) -m benchmarks.gpu_report \
 		--out '$(abspath $(OUT))' --started $$started $(if $(STAGE),--stage $(STAGE))
+
+# What travels to a GPU that is there for minutes: the package as installed, with CUDA C++ whose
+# constants can be set, and what measures and tests it. nvcc builds it; no GPU is needed.
+BUNDLE := build/gpu-hour
+gpu-bundle:  ## build build/gpu-hour, which `make gpu-hour` runs, with nvcc; for H100 or TORCH_CUDA_ARCH_LIST
+	rm -rf $(BUNDLE) && mkdir -p $(BUNDLE)
+	cp -RLp bahdanau_fast benchmarks tests pyproject.toml $(BUNDLE)/
+	cp -Rp kernels $(BUNDLE)/bahdanau_fast/
+	BAHDANAU_FAST_CPU=0 BAHDANAU_FAST_CUDA=1 BAHDANAU_FAST_OBJECTS='$(abspath build/objects-lab)' \
+		NVCC_APPEND_FLAGS=-DBAHDANAU_FAST_LAB TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0a}" \
+		$(GPU_PYTHON) setup.py -q build_ext --build-lib build/lab
+	cp build/lab/bahdanau_fast/_C_cuda.abi3.so $(BUNDLE)/bahdanau_fast/
+	find $(BUNDLE) \( -name __pycache__ -o -name '*.why.txt' \) -prune -exec rm -rf {} +
+	git describe --always --dirty --abbrev=12 > $(BUNDLE)/commit
+	@du -sm $(BUNDLE) | awk '{ print $$1 " MB"; exit $$1 > 60 }'
+
+# It is a folder's command, too: cd build/gpu-hour && python3 -m benchmarks.gpu.hour --out FILE
+HOUR = -W ignore -m benchmarks.gpu.hour --out '$(abspath $(OUT))/gpu-hour-'$$(date +%F-%H%M).jsonl
+gpu-hour:  ## nine minutes on the GPU that is here, the most telling first, into OUT; DRY=1: without one
+	@mkdir -p '$(OUT)'
+ifdef DRY
+	$(GPU_PYTHON) $(HOUR) --dry
+else
+	@if $(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine gpu-hour; then \
+		test -f $(BUNDLE)/commit || $(MAKE) gpu-bundle && cd $(BUNDLE) && \
+		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) $(HOUR); \
+	else \
+		$(MAKE) gpu-bundle && echo 'gpu-hour: take $(BUNDLE) to a GPU, and call make gpu-hour there' >&2; \
+		exit 2; \
+	fi
+endif
 
 # The source, and built from it the wheel without compiled code, which computes by the reference; the
 # wheel for this kind of machine; where nvcc is, one with CUDA C++ in it (+cu130), for every GPU

@@ -58,5 +58,6 @@ def machine(device: str) -> list[Row]:
 if __name__ == "__main__":
     problem = missing()
     if problem:
-        print(f"gpu-report: {problem}; nothing is measured", file=sys.stderr)
+        who = (*sys.argv[1:], "gpu-report")[0]
+        print(f"{who}: {problem}; nothing is measured", file=sys.stderr)
     sys.exit(2 if problem else 0)

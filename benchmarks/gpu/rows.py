@@ -66,7 +66,7 @@ def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
             runs[-1][1].append(line)
     found: dict[str, dict[str, Row]] = {}
     for machine, results in runs:
-        made = [_timed(r) for r in results if "called" in r or "host us" in r]
+        made = [_timed(r) for r in results if not {*TIMES, "host us"}.isdisjoint(r)]
         made += _checked(r for r in results if "worst" in r and "called" not in r)
         where = _where(machine, results)
         of_file = found.setdefault(_file(machine), {})

@@ -1,0 +1,161 @@
+"""``make gpu-hour`` without a GPU, and what ``decide`` makes of its lines."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from built import needs_compiler
+from test_gpu_report import is_there
+
+from benchmarks.gpu import decide
+from benchmarks.gpu.hour import runner
+from benchmarks.gpu.hour.constants import SWEEPS
+from benchmarks.gpu.hour.plan import experiments
+from benchmarks.gpu.hour.runner import Experiment
+
+ROOT = Path(__file__).parents[2]
+# What bounds large sizes cuts nothing where a dry run makes calls small; of two backends a
+# pretended GPU has one.
+ALIKE = {"_SCRATCH", "_TERMS", "_MOST_IN_TURN", "WHOLE_TILES"}
+ALIKE |= {"GPU_STEP_QUERIES", "GPU_STEP_HIDDEN", "GPU_STEP_FEATURES"}
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_a_dry_run_makes_every_experiment(tmp_path):
+    out = tmp_path / "hour.jsonl"
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.hour"]
+    done = subprocess.run([*command, "--dry", "--out", out], cwd=ROOT, timeout=500, check=False)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line for line in lines if runner.is_wrong(line) or "problem" in line] == []
+    assert done.returncode == 0
+    ends = {line["row"]: line for line in lines if "took" in line}
+    limits = {e.name: e.seconds for e in experiments(dry=True)}
+    assert ends.keys() == limits.keys()
+    assert all(ends[name]["took"] <= limit and ends[name]["rows"] for name, limit in limits.items())
+    assert {"torch", "python", "commit", "cpu"} <= lines[1].keys()
+    for sweep in SWEEPS:  # each takes effect
+        launches = {}
+        for line in lines:
+            if line.get("constant") == sweep.constant:
+                launches.setdefault(line["call"], {})[line["way"]] = line["launches"]
+        differ = any(a != b for of in launches.values() for a in of.values() for b in of.values())
+        assert differ == (sweep.constant not in ALIKE), sweep.constant
+    assert not any("not in this file" in line for line in decide.report(lines))
+
+
+PLANTED = """
+import os, subprocess, time
+
+def good(lab, number):
+    lab.say(stage="lab", row="good", number=number)
+
+def hangs(lab):
+    lab.say(stage="lab", row="before it hangs")
+    print("the last launch", flush=True)
+    child = subprocess.Popen(["sleep", "600"])
+    lab.say(stage="lab", row="child", pid=child.pid)
+    time.sleep(600)
+
+def dies(lab):
+    os.kill(os.getpid(), 9)
+
+def raises(lab):
+    raise ValueError("no such thing")
+"""
+
+
+def test_what_hangs_or_dies_costs_itself(tmp_path, monkeypatch):
+    (tmp_path / "planted_hour.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    planted = [
+        Experiment("hangs", 3, "planted_hour:hangs"),
+        Experiment("one", 60, "planted_hour:good", (1,)),
+        Experiment("dies", 60, "planted_hour:dies", beside=True),
+        Experiment("raises", 60, "planted_hour:raises", beside=True),
+        Experiment("two", 60, "planted_hour:good", (2,)),
+    ]
+    runner.run(planted, 300, found.append, 2)
+    ends = {row["row"]: row for row in found if "took" in row}
+    assert ends["hangs"]["killed after"] == 3
+    assert ends["hangs"]["said"] == ["the last launch"]
+    assert ends["dies"]["died"] == "SIGKILL"
+    assert ends["raises"]["said"][-1] == "ValueError: no such thing"
+    assert [row["number"] for row in found if row["row"] == "good"] == [1, 2]
+    assert [name for name, row in ends.items() if not runner.is_wrong(row)] == ["one", "two"]
+    (child,) = (row["pid"] for row in found if row["row"] == "child")
+    assert not is_there(child)
+
+
+def test_what_no_time_is_left_for_is_said():
+    found = []
+    runner.run([Experiment("late", 60, "planted_hour:good")], 5, found.append, 1)
+    assert found == [{"stage": "hour", "row": "late", "skipped": "no time left"}]
+
+
+def test_every_mark_has_an_experiment(tmp_path):
+    sources = decide.of_sources()
+    marked = {constant.name for constant in sources if constant.marked}
+    swept = {sweep.constant for sweep in SWEEPS}
+    assert len(marked) >= 13
+    assert marked <= swept <= {constant.name for constant in sources}
+    for folder in decide.FOLDERS:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "kernels/plans.py").write_text("# not measured: it.\n_NEW = 3\n\n# not measured.\n")
+    (tmp_path / "csrc/a.h").write_text("// not measured: it.\nconstexpr int kA = 1 << 3,\n kB = 2;")
+    found = decide.of_sources(tmp_path)
+    assert [constant[:3] for constant in found if constant.marked] == [
+        ("_NEW", "kernels/plans.py:2", "3"),
+        ("", "kernels/plans.py:5", ""),
+        ("kA", "csrc/a.h:2", "1 << 3"),
+        ("kB", "csrc/a.h:3", "2"),
+    ]
+    assert decide.report([], tmp_path)[:2] == [
+        "kernels/plans.py:2: _NEW = 3 (not measured)",
+        "    not in this file",
+    ]
+
+
+def measured(name, **times):
+    """Rows of a constant: microseconds by way, of each call."""
+    (sweep,) = (s for s in SWEEPS if s.constant == name)
+    return [
+        {"stage": "lab", "row": f"{name} {way}: {call}", "constant": name, "call": str(call),
+         "way": way, "graph": {"median": 1e-6 * us}, "differs": 0.0}
+        | ({"size": sweep.size(call)} if sweep.size else {})
+        for way, of in times.items()
+        for call, us in zip(sweep.calls, of, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        # W_q of 8 to 128 KB, of which each block of a cluster reads an eighth, pays inside.
+        (
+            measured("kOwnWeight", within=[1, 1, 1, 9, 1, 1, 1], beyond=[2] * 7),
+            "kOwnWeight = 16 * 1024 stays",
+        ),
+        (
+            measured("kOwnWeight", within=[1, 1, 1, 1, 1, 1, 1], beyond=[2] * 7),
+            "write kOwnWeight = 65536: 1.1",
+        ),
+        (
+            measured("kSharedWeight", within=[1, 1, 3, 3], beyond=[2, 2, 2, 2]),
+            "write kSharedWeight = 131072: 1.19 times as fast",
+        ),
+        (
+            measured("kMostScores", **{"1024": [9], "2048": [8], "4096": [7], "8192": [6.95]}),
+            "kMostScores = 4096 stays",
+        ),
+        (
+            measured("kMostScores", **{"1024": [3], "2048": [8], "4096": [9], "8192": [10]}),
+            "write kMostScores = 1024: 3 times as fast",
+        ),
+    ],
+)
+def test_a_verdict(lines, said):
+    assert [line for line in decide.report(lines) if said in line]
