@@ -2,7 +2,8 @@
 
 ``python -m benchmarks`` (``make bench``) measures the tables, ``python -m benchmarks.compare BASE``
 (``make bench-compare``) two versions, ``benchmarks.gpu_report`` (``make gpu-report``) a GPU and
-what a user feels, on a processor too. How a row is timed, in the order of reading:
+what a user feels, on a processor too, ``benchmarks.gpu.hour`` (``make gpu-hour``) what decides a
+GPU's constants. How a row is timed, in the order of reading:
 ``workloads.shapes`` (the rows and their tensors), ``contestants.registry`` (who computes),
 ``contestants.parity`` (the check before the timing), ``timing.measure`` (calls in turns), ``bench``
 (one row), ``host`` (the same for a GPU's host, without the GPU). ``page`` writes
