@@ -114,7 +114,7 @@ gpu-bundle:  ## build build/gpu-hour, which `make gpu-hour` runs, with nvcc; for
 		$(GPU_PYTHON) setup.py -q build_ext --build-lib build/lab
 	cp build/lab/bahdanau_fast/_C_cuda.abi3.so $(BUNDLE)/bahdanau_fast/
 	find $(BUNDLE) \( -name __pycache__ -o -name '*.why.txt' \) -prune -exec rm -rf {} +
-	git describe --always --dirty --abbrev=12 > $(BUNDLE)/commit
+	(git describe --always --dirty --abbrev=12 2>/dev/null || echo none) > $(BUNDLE)/commit
 	@du -sm $(BUNDLE) | awk '{ print $$1 " MB"; exit $$1 > 60 }'
 
 # It is a folder's command, too: cd build/gpu-hour && python3 -m benchmarks.gpu.hour --out FILE

@@ -62,12 +62,13 @@ def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
     for line in lines:
         if line["stage"] == "machine":
             runs.append((line, []))
-        else:
+        elif line["stage"] != "hour":  # of which are lines around rows
             runs[-1][1].append(line)
     found: dict[str, dict[str, Row]] = {}
     for machine, results in runs:
-        made = [_timed(r) for r in results if not {*TIMES, "host us"}.isdisjoint(r)]
-        made += _checked(r for r in results if "worst" in r and "called" not in r)
+        timed = [r for r in results if not {*TIMES, "host us"}.isdisjoint(r)]
+        made = [*map(_timed, timed)]
+        made += _checked(r for r in results if "worst" in r and r not in timed)
         where = _where(machine, results)
         of_file = found.setdefault(_file(machine), {})
         of_file.update((row["row"], row | {"where": where}) for row in made)

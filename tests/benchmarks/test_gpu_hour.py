@@ -9,7 +9,7 @@ import pytest
 from built import needs_compiler
 from test_gpu_report import is_there
 
-from benchmarks.gpu import decide
+from benchmarks.gpu import decide, rows
 from benchmarks.gpu.hour import runner
 from benchmarks.gpu.hour.constants import SWEEPS
 from benchmarks.gpu.hour.plan import experiments
@@ -44,6 +44,8 @@ def test_a_dry_run_makes_every_experiment(tmp_path):
         differ = any(a != b for of in launches.values() for a in of.values() for b in of.values())
         assert differ == (sweep.constant not in ALIKE), sweep.constant
     assert not any("not in this file" in line for line in decide.report(lines))
+    (found,) = rows.of_report(lines).values()  # its rows can go to benchmarks/results
+    assert any("training step" in name for name in found)
 
 
 PLANTED = """

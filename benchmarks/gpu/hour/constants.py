@@ -139,6 +139,7 @@ SWEEPS = (
         *(1, 2, 4, 8, 132, 256, 512),
     ),
     _values("cuda", "kMostScores", _calls(FORWARD, (256, 1, 8192, 32)), 1024, 2048, 4096, 8192),
+    # This bounds roundings: to be faster does not settle it.
     _values(
         *("cuda", "kMostInTurn"),
         _calls(FORWARD, (256, 1, 4096, 128), POOLING, dtype="float32"),

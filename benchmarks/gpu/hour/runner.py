@@ -47,6 +47,8 @@ def is_wrong(row: dict[str, Any]) -> bool:
     """Whether a row tells of what did not go well; a way that no GPU has room for is just a row."""
     if row["stage"] == "hour":
         return "skipped" in row or row.get("rc", 0) != 0
+    if row.get("tests", {}).get("no time left"):
+        return True
     return not row.get("passed", True) or ("problem" in row and "constant" not in row)
 
 
@@ -75,7 +77,8 @@ class _Child:
         code = 1
         try:
             module, _, function = self._experiment.function.partition(":")
-            lab = import_module(f"{__package__}.lab").Lab(
+            kind = "dry" if self._experiment.mode == "dry" else "lab"
+            lab = import_module(f"{__package__}.{kind}").Lab(
                 lambda **row: os.write(pipe, (json.dumps(row) + "\n").encode()),
                 self._experiment.mode,
             )

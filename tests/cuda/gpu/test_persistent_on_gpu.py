@@ -60,6 +60,30 @@ def test_tokens(lstm):
         check_tokens(call, Case(lstm, B=40, H=256, F=256), seed, most=40)
 
 
+def queue_products(x):
+    for _ in range(60):
+        torch.mm(x, x)
+
+
+def queue_a_sleeper(_):
+    torch.cuda._sleep(1 << 28)  # clocks
+
+
+@needs_gpu
+@pytest.mark.parametrize("work", [queue_products, queue_a_sleeper])
+def test_beside_other_work_they_give_the_same_bits(work):
+    """A launch waits for empty multiprocessors, and neither waits for ever."""
+    case = Case(False, **SIZES["translation"])
+    given = cast(*case.draw(BF16), BF16)
+    first = by_operators(call, case, *given)
+    x = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    for _ in range(10):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            work(x)
+        for name, found in by_operators(call, case, *given).items():
+            assert torch.equal(found, first[name]), name
+
+
 @needs_gpu
 @pytest.mark.parametrize("threads", [1, 4])
 def test_side_by_side_and_again_they_give_the_same_bits(threads):
