@@ -25,7 +25,7 @@ Times = dict[str, dict[str, float]]  # microseconds by call and way
 
 
 class Constant(NamedTuple):
-    """A constant, or a function that cuts work, and whether the comment above has the mark."""
+    """A constant, or a function that cuts work, and whether its comment has the mark."""
 
     name: str
     place: str
@@ -52,7 +52,7 @@ def constants(text: str, path: str) -> list[Constant]:
             names = [*zip(several[1].split(", "), values, strict=False)]
         elif function := re.match(r"def ([a-z]\w*)\(", line):
             names = [(function[1], "")]
-        marked = "not measured" in comment
+        marked = "not measured" in comment or bool(re.search("(#|//).*not measured", line))
         if marked and not names:
             names = [("", "")]
         found += [Constant(name, f"{path}:{number}", value, marked) for name, value in names]

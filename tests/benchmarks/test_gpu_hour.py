@@ -107,13 +107,17 @@ def test_every_mark_has_an_experiment(tmp_path):
     for folder in decide.FOLDERS:
         (tmp_path / folder).mkdir()
     (tmp_path / "kernels/plans.py").write_text("# not measured: it.\n_NEW = 3\n\n# not measured.\n")
-    (tmp_path / "csrc/a.h").write_text("// not measured: it.\nconstexpr int kA = 1 << 3,\n kB = 2;")
+    (tmp_path / "csrc/a.h").write_text(
+        "// not measured: it.\nconstexpr int kA = 1 << 3,\n kB = 2;\n"
+        "constexpr int kC = 3;\nconstexpr int kD = 4;  // not measured: it\n"
+    )
     found = decide.of_sources(tmp_path)
     assert [constant[:3] for constant in found if constant.marked] == [
         ("_NEW", "kernels/plans.py:2", "3"),
         ("", "kernels/plans.py:5", ""),
         ("kA", "csrc/a.h:2", "1 << 3"),
         ("kB", "csrc/a.h:3", "2"),
+        ("kD", "csrc/a.h:5", "4"),
     ]
     assert decide.report([], tmp_path)[:2] == [
         "kernels/plans.py:2: _NEW = 3 (not measured)",

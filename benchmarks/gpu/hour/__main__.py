@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         width = max((os.cpu_count() or 1) - 2, 2)
         run(chosen, given.seconds - (time.monotonic() - begun), record, width)
     print(f"{len(wrong)} not well: {', '.join(wrong)}" if wrong else "all well")
-    print(f"python -m benchmarks.gpu.decide {given.out}")
+    print(f"in the checkout: python -m benchmarks.gpu.decide {given.out}")
     return 1 if wrong else 0
 
 
