@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if commit.exists():
         os.environ.setdefault("BAHDANAU_FAST_COMMIT", commit.read_text().strip())
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
-    import torch.profiler  # noqa: F401  for all that are forked
-
     if given.dry:
         os.environ["TRITON_INTERPRET"] = "1"
-    with suppress(ImportError):
-        import triton  # noqa: F401
+    # For all that are forked. Dynamo could ask for a GPU, and a fork after that has none.
+    loaded = ["torch.profiler", "triton", "pytest", "hypothesis"]
+    for name in [*loaded, "torch._dynamo"] if given.dry else loaded:
+        with suppress(ImportError):
+            import_module(name)
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as cache, given.out.open("a", encoding="utf-8") as file:
         os.environ.setdefault("TRITON_CACHE_DIR", cache)
