@@ -70,12 +70,16 @@ def _class_of(original: Any) -> Any:
         record = self.__dict__.get(_RECORD)
         if record is None or record.rests(args) or not _is_plain(self):
             return own(self, *args, **kwargs)
-        if record.way is None:
-            record.way = _first_way(record)
+        record.calls.append(None)  # before it is asked whether another thread is done
         try:
+            if record.done:
+                return own(self, *args, **kwargs)
+            if record.way is None:
+                record.way = _first_way(record)
             return record.way(self, own, args, kwargs)
         finally:
-            if record.done:
+            record.calls.pop()
+            if record.done and not record.calls:
                 put_back(self)
 
     body = {

@@ -71,6 +71,7 @@ class Record:
         self._rest: dict[bool, list[int]] = {}
         self.way: Any = None  # how it is called
         self.done = False  # it is left for good
+        self.calls: list[None] = []  # that run: the module keeps its class, which Dynamo guards
 
     def __deepcopy__(self, memo: Any) -> Record:
         return Record(self.name, self.kind, self.shared.always)

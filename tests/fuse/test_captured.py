@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
+from bahdanau_fast.fuse.front import record_of
 
 B, T, H, CALLS = 3, 7, 16, 5
 
@@ -221,3 +224,26 @@ def test_keys_of_scores_alone_are_projected_once_for_steps_with_a_backward_each(
         found.append([keys.grad, *(p.grad for p in each.parameters())])
     assert len(projections) == 1
     torch.testing.assert_close(*found)
+
+
+def test_a_module_keeps_its_class_while_another_thread_calls_it():
+    module = Plain(lambda m, q, k, mask: m.scores(q, k).sin())
+    bf.fuse(module)
+    record, in_front = record_of(module), type(module)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def way(module, own, args, kwargs):
+        inside.set()
+        go_on.wait(20)
+        return own(module, *args, **kwargs)
+
+    record.way = way
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(module, *drawn(0)[:2], None)
+        assert inside.wait(20)
+        record.leave("", "another thread found so", True)
+        module(*drawn(0)[:2], None)
+        assert type(module) is in_front  # whose methods the compiler may be reading
+        go_on.set()
+        other.result()
+    assert type(module) is Plain
