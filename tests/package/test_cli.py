@@ -10,6 +10,7 @@ from fresh import ROOT, forked, python
 
 import bahdanau_fast
 from bahdanau_fast import backends, cli
+from bahdanau_fast.check import calls, check
 
 
 def test_info_in_a_fresh_process():
@@ -55,22 +56,22 @@ sys.exit(main(["info"]))
 
 
 def test_check_covers_every_backend(capsys):
-    passed = cli.check()
+    passed = check()
     printed = capsys.readouterr().out
-    assert printed.count("\n") >= len(backends.available()) * len(cli.CASES) * 4
+    assert printed.count("\n") >= len(backends.available()) * len(calls.CASES) * 4
     assert passed == ("FAIL" not in printed)
     assert passed, printed
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1 + 1e-4, "FAIL\n"), (float("nan"), "inf")])
 def test_check_fails_on_a_wrong_answer(factor, said, monkeypatch, capsys):
-    right = cli.additive_attention
+    right = calls.additive_attention
 
     def wrong(*args, **kwargs):
         context, weights = right(*args, **kwargs)
         return context * factor, weights
 
-    monkeypatch.setattr(cli, "additive_attention", wrong)
+    monkeypatch.setattr(calls, "additive_attention", wrong)
     assert cli.main(["check"]) == 1
     printed = capsys.readouterr().out
     assert said in printed
