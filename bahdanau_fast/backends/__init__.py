@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
-from bahdanau_fast import checks, limits
+from bahdanau_fast import checks, limits, switches
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.route import (
     GPU_STEP_QUERIES,
@@ -89,7 +89,7 @@ why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def explain(device: str | torch.device | None = None) -> str:
-    """One line per backend: whether it is there, why not, and which one ``auto`` takes.
+    """One line per backend: whether it is there, why not, which one ``auto`` takes; what is off.
 
     Args:
         device: the device of the data ``auto`` would be asked about; unless given, a GPU if there
@@ -110,6 +110,8 @@ def explain(device: str | torch.device | None = None) -> str:
         problem = why_not(name)
         state = f"available: {what[name]}" if problem is None else f"not available: {problem}"
         lines.append(f"  {name:<10} {state}")
+    if switches.OFF:
+        lines.append(f"  off by {switches.VARIABLE}: {', '.join(sorted(switches.OFF))}")
     if _forced is not None:
         lines.append(f"  forced to {_forced!r} by backends.use()")
     return "\n".join(lines)

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from bahdanau_fast import switches
+
 __all__ = ["cpu_problem", "cuda_problem", "interpreted", "one_launch_problem", "triton_problem"]
 
 # The stable ABI the extensions are built against.
@@ -58,6 +60,8 @@ def cuda_problem() -> str | None:
 
     Only where torch has CUDA and sees a GPU: elsewhere it could not run.
     """
+    if switches.is_off("cuda"):
+        return switches.why_off("cuda")
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -75,6 +79,8 @@ def _does_not_run() -> str | None:
     of each other compute capability: asking takes memory there. GPUs too old for all are not.
     """
     binary = importlib.import_module("bahdanau_fast._C_cuda")
+    if switches.is_off("clusters"):
+        binary.without_clusters()
     asked = set()
     for device in (torch.cuda.current_device(), *range(torch.cuda.device_count())):
         capability = torch.cuda.get_device_capability(device)
@@ -97,6 +103,8 @@ def one_launch_problem(
     ``sizes`` are B, Tk, F, Dv and H, and where tokens are written how many there are, and the most
     for a row; the CUDA extension is loaded.
     """
+    if switches.is_off("one-launch"):
+        return switches.why_off("one-launch")
     why_not = importlib.import_module("bahdanau_fast._C_cuda").why_not_decode
     with torch.cuda.device(device):
         problem: str | None = why_not(lstm, False, *sizes)
@@ -139,18 +147,22 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def _no_gpu_for_triton() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs it on the CPU)"
+    capability = torch.cuda.get_device_capability()
+    return _too_old(capability) if torch.version.hip is None and capability < CAPABILITY else None
+
+
 @functools.cache
 def triton_problem() -> str | None:
     """Import the Triton kernels and register them for CUDA tensors; None or what went wrong.
 
     Asked when it matters, not when the package is imported: Triton takes a while to load.
     """
-    if not interpreted():
-        if not torch.cuda.is_available():
-            return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs it on the CPU)"
-        capability = torch.cuda.get_device_capability()
-        if torch.version.hip is None and capability < CAPABILITY:
-            return _too_old(capability)
+    problem = switches.why_off("triton") or (None if interpreted() else _no_gpu_for_triton())
+    if problem is not None:
+        return problem
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -32,6 +32,7 @@ from triton_target import target_is
 from warmed_up import call
 
 import bahdanau_fast
+from bahdanau_fast import switches
 from bahdanau_fast.backends.triton import launch
 from bahdanau_fast.backends.triton.call import DTYPES, gpu
 from bahdanau_fast.kernels import plans
@@ -342,6 +343,26 @@ def test_gradients_of_many_queries_take_few_launches(by_waves):
     if not by_waves:
         names[2:] = ["tables", "grad_tanh", "step_sums", "tables", "grad_tanh"]
     assert [name for name, *_ in launches] == [f"{name}_kernel" for name in names]
+
+
+@pytest.mark.parametrize("off", ["terms", "waves"])
+def test_what_is_off_is_tanh(off, monkeypatch):
+    monkeypatch.setattr(switches, "OFF", frozenset((off,)))
+    with noted() as launches, patch.object(plans, "pays_by_waves", return_value=True):
+        call(attention, **large(17))
+        call(attention_backward, **backward_of(large(17)))
+    names = {name.removesuffix("_kernel") for name, *_ in launches}
+    assert ("terms" in names, "grad_waves" in names) == (off != "terms", off != "waves")
+    assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
+
+
+def test_no_launch_is_kept_where_that_is_off(monkeypatch):
+    monkeypatch.setattr(switches, "OFF", frozenset(("kept-launches",)))
+    with noted() as launches:
+        for _ in range(3):
+            call(attention, **large(1))
+    assert len(launches) == 3
+    assert launch.plans == {}
 
 
 def test_waves_are_for_long_sequences():

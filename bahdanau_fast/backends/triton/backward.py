@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast import switches
 from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
@@ -215,9 +216,8 @@ def _of_many(call: Call, grads: _Gradients) -> None:
     grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
-    if not (call.precise or call.given["ACTIVATION"]) and plans.pays_by_waves(
-        usual(call.queries_len), usual(call.keys_len)
-    ):
+    exact = call.precise or call.given["ACTIVATION"] or switches.is_off("waves")
+    if not exact and plans.pays_by_waves(usual(call.queries_len), usual(call.keys_len)):
         padded = -(-call.keys_len // plans.WHOLE_TILES) * plans.WHOLE_TILES
         grad_scores = call.steps.new(*shape[:2], padded, dtype=call.dtype)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bahdanau_fast import switches
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
@@ -149,7 +150,8 @@ class _Scratch:
 
     def __init__(self, call: Call, most: int, split: bool = True) -> None:
         new, self.splits, self.raw = call.steps.new, 1, not split
-        self.by_terms = not (call.precise or call.given["ACTIVATION"])
+        exact = call.precise or call.given["ACTIVATION"] or switches.is_off("terms")
+        self.by_terms = not exact
         if self.by_terms:
             plan = self.plan = plans.terms(
                 usual(call.batch), usual(most), usual(call.keys_len), usual(call.hidden), split

@@ -20,6 +20,8 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from bahdanau_fast import switches
+
 __all__ = ["MOST_PLANS", "Kept", "Plan", "Recorder", "Steps", "Traced", "plans", "precision"]
 
 #: Plans that are kept, of all operators together; then they begin anew.
@@ -97,7 +99,7 @@ class Kept:
 
     def _planned(self, key: tuple[Any, ...] | None, given: tuple[Any, ...]) -> Any:
         """A call that is checked and planned; one that is watched may have other kernels."""
-        key = None if _is_watched() else key
+        key = None if _is_watched() or switches.is_off("kept-launches") else key
         again = key in plans
         steps = Recorder(given) if again else Steps(given)
         # Triton launches on the current device.

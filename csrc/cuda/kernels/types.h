@@ -49,6 +49,9 @@ struct Device {
   void* stream = nullptr;
 };
 
+// Whether blocks may meet in clusters. Set before a GPU is first asked for its Device, if at all.
+inline bool clusters_on = true;
+
 // So many bytes, which may hold anything, for what is queued on the stream until the call ends.
 using Memory = std::function<void*(int64_t bytes)>;
 

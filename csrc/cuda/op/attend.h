@@ -138,7 +138,7 @@ struct Attend {
 
   // Blocks of the largest cluster that every kernel launched in clusters can have.
   static int clusters() {
-    int least = 8;
+    int least = clusters_on ? 8 : 1;
     for (const Step& step : steps)
       least = smaller(least, largest_cluster(step.kernel, kMostWarps * kWarp));
     return least;

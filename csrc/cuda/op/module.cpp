@@ -16,6 +16,11 @@ PyObject* why_not(PyObject*, PyObject*) {
   return PyUnicode_FromString(problem);
 }
 
+PyObject* without_clusters(PyObject*, PyObject*) {
+  bahdanau_fast::gpu::clusters_on = false;
+  Py_RETURN_NONE;
+}
+
 PyObject* why_not_decode(PyObject*, PyObject* given) {
   int lstm = 0, backward = 0;
   long long B = 0, Tk = 0, F = 0, Dv = 0, H = 0, V = 0, T = 0;
@@ -35,6 +40,8 @@ PyObject* why_not_decode(PyObject*, PyObject* given) {
 PyMethodDef functions[] = {
     {"why_not", why_not, METH_NOARGS,
      "What keeps the kernels from running on the current GPU; None if nothing does."},
+    {"without_clusters", without_clusters, METH_NOARGS,
+     "Nothing meets in a cluster from now on; to be called before all others."},
     {"why_not_decode", why_not_decode, METH_VARARGS,
      "What keeps all steps of a decoder (lstm, backward, B, Tk, F, Dv, H, V, T) from one launch on "
      "the current GPU, in 16 bits; None if nothing does."},

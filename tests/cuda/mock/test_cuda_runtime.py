@@ -110,6 +110,14 @@ def test_clusters_are_as_large_as_the_gpu_has_room_for(gpu, fits, ptx_version, c
     assert gpu.last_error() == 0
 
 
+def test_clusters_that_are_off_are_second_launches(gpu):
+    with gpu.without_clusters():
+        first, *rest = launches(attend(gpu, keys=64)[0])
+        projects, *_ = launches(step(gpu, batch=1))
+    assert [kernel_of(launch) for launch in (first, *rest)] == APART
+    assert first["cluster"] == projects["cluster"] == 1
+
+
 def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
     """Kernels of another dtype may take more registers."""
     assert launches(attend(gpu, keys=64)[0])[0]["cluster"] == 4

@@ -142,6 +142,15 @@ class Mock:
         what = self.device, multiprocessors, largest_cluster, ptx_version, loads, shared
         self._library.mock_set_gpu(*what)
 
+    @contextmanager
+    def without_clusters(self):
+        """Inside, on GPUs that are new, as where a user has switched them off."""
+        self._library.mock_clusters(0)
+        try:
+            yield
+        finally:
+            self._library.mock_clusters(1)
+
     def runtime(self, function, *arguments):
         """Call a function of the runtime; the error that it gives."""
         return getattr(self._library, function)(*arguments)

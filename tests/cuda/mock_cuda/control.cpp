@@ -83,6 +83,7 @@ const char* mock_calls() {
   return text.c_str();
 }
 
+void mock_clusters(int on) { bahdanau_fast::gpu::clusters_on = on != 0; }
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F,
                                 int64_t Dv, int64_t H, int64_t V, int64_t T) {
