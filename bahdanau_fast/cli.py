@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,14 +12,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 import bahdanau_fast
 from bahdanau_fast import backends
 from bahdanau_fast.check import check
+from bahdanau_fast.check.machine import versions
 from bahdanau_fast.seq2seq.cli import demo
 from bahdanau_fast.seq2seq.cli.commands import add_commands
-from bahdanau_fast.seq2seq.cli.cores import HELPS
 from bahdanau_fast.seq2seq.model.settings import Settings
 from bahdanau_fast.seq2seq.options import at_least
 
@@ -120,9 +117,17 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(command=lambda _: info())
 
     what = "compare the results of every available backend with those of plain PyTorch"
-    more = ", forward and backward. The last line says PASS or FAIL; FAIL is exit code 1."
+    more = (
+        ", forward and backward; on a GPU each family of kernels in a process of its own, and what "
+        "to switch off. The last line says PASS or FAIL; FAIL is exit code 1."
+    )
     command = commands.add_parser("check", help=what, description=what[0].upper() + what[1:] + more)
-    command.set_defaults(command=lambda _: 0 if check() else 1)
+    command.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write all of it and what there is here to FILE, for a bug report; - is the output",
+    )
+    command.set_defaults(command=lambda options: 0 if check(options.json) else 1)
 
     _add_demo(commands)
     add_commands(commands)
@@ -181,24 +186,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def info() -> int:
     """Print versions and backends; works with a missing or broken extension too."""
-    rows = {
-        "bahdanau_fast": f"{bahdanau_fast.__version__} ({Path(bahdanau_fast.__file__).parent})",
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": torch.__version__,
-        "machine": platform.platform(),
-        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores; {_waiting()}",
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cuda": torch.version.cuda or "not in this torch",
-    }
-    for name, value in rows.items():
+    for name, value in versions().items():
         print(f"{name:<14} {value}")
     print(backends.explain())
     return 0
-
-
-def _waiting() -> str:
-    """How OpenMP threads wait for one another, and what helps when that takes long."""
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    if policy is not None:
-        return f"OMP_WAIT_POLICY={policy}"
-    return f"slow when other programs use the cores? {HELPS} helps"

@@ -1,32 +1,173 @@
-"""Compares the results of every backend with those of plain PyTorch: ``bahdanau-fast check``."""
+"""Compares the results of every backend with those of plain PyTorch: ``bahdanau-fast check``.
+
+On a GPU each family of kernels is tried in a process of its own, so that a hang is a line, and what
+is wrong has a name by which it is switched off.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
 import torch
 
-from bahdanau_fast import backends
-from bahdanau_fast.check.calls import CASES, check_one
+from bahdanau_fast import backends, switches
+from bahdanau_fast.backends import availability
+from bahdanau_fast.check.calls import CASES, check_one, in_words
+from bahdanau_fast.check.children import OVER, Row, lines, together
+from bahdanau_fast.check.families import FAMILIES, compiled, rows
+from bahdanau_fast.check.machine import gpu, may_have_gpu, versions
 
 __all__ = ["check"]
 
+# Seconds from the start by which all families are tried; without an answer after which one hangs;
+# in which Triton compiles what they take, all at once.
+SECONDS, SILENCE, COMPILING = 50.0, 20.0, 20.0
+# The compute capability from which on there are clusters.
+_CLUSTERS = (9, 0)
 
-def check() -> bool:
-    """Print the parity of every available backend; True if all are within the rule."""
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    print("largest error of outputs and gradients, as a share of what the parity rule allows")
-    print(f"{'backend':<11}{'dtype':<10}{'case':<14}{'ours':>8}{'eager':>8}   worst in")
-    passed = True
-    for name in backends.available():
-        for dtype in dtypes:
-            for case in CASES:
-                share, eager, label = check_one(name, case, dtype)
-                good = share <= 1.0
-                passed &= good
-                kind = str(dtype).removeprefix("torch.")
-                row = f"{name:<11}{kind:<10}{case.name:<14}{share:>8.3f}{eager:>8.3f}   {label}"
-                print(row if good else f"{row}  FAIL")
-    for name in backends.NAMES:
-        if name not in backends.available():
-            print(f"{name:<11}not checked: {backends.why_not(name)}")
-    print("PASS" if passed else "FAIL")
+
+def check(report: str | None = None) -> bool:
+    """Print the parity of every available backend; True if all are within the rule.
+
+    A GPU is asked in forks of this process, which must not have used it.
+
+    Args:
+        report: a file to write all of it to as JSON; "-" is the standard output, and what is
+            printed goes to the standard error then.
+    """
+    begun, out = time.monotonic(), sys.stderr if report == "-" else sys.stdout
+
+    def say(text: str) -> None:
+        print(text, file=out, flush=True)
+
+    say("largest error of outputs and gradients, as a share of what the parity rule allows")
+    say(f"{'family':<15}{'dtype':<10}{'case':<31}{'ours':>8}{'eager':>8}   worst in")
+    found = [*lines(gpu, SILENCE, begun + SECONDS)] if may_have_gpu() else []
+    tried: list[Row] = []
+    for row in _tried(found, begun + SECONDS):
+        tried.append(row)
+        say(_line(row))
+    wrong, passed = _wrong(tried), not any(map(_is_bad, tried))
+    if wrong:
+        for name in wrong:
+            what, instead = switches.SWITCHES[name]
+            say(f"wrong here: {name}: {what}; without it: {instead}")
+        off = ",".join(sorted({*wrong, *switches.OFF}))
+        say(f"{switches.VARIABLE}={off} switches off; --json FILE writes a report of all of this")
+    if any(row.get("ended") == OVER for row in tried):
+        say(f"not all was tried in {SECONDS:g} s: once more, Triton keeps what it has compiled")
+    say("PASS" if passed else "FAIL")
+    if report is not None:
+        made = {
+            **versions(),
+            "gpu": found[0] if found else None,
+            "off": sorted(switches.OFF),
+            "rows": tried,
+            "wrong": wrong,
+            "passed": passed,
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+        text = json.dumps(_finite(made), indent=1) + "\n"
+        if report == "-":
+            sys.stdout.write(text)
+        else:
+            Path(report).write_text(text, encoding="utf-8")
     return passed
+
+
+def _tried(found: Sequence[Row], until: float) -> Iterator[Row]:
+    """A row for all that is tried, and for what is not: the families of a GPU, then the CPU."""
+    there = found[0] if found else {}
+    if "ended" in there:
+        yield {"family": "gpu", **there}
+    elif there:
+        why = {name: _why_not(name, there) for name in FAMILIES}
+        compiles = [
+            partial(compiled, name, dtype)
+            for name in ("triton", "terms", "waves")
+            for dtype in {each.dtype for each in FAMILIES[name].experiments if why[name] is None}
+        ]
+        together(compiles, min(time.monotonic() + COMPILING, until))
+        for name in FAMILIES:
+            if why[name] is None:
+                yield from _family(name, until)
+            else:
+                yield {"family": name, "unchecked": why[name]}
+    yield from _on_cpu(with_gpu=bool(there))
+
+
+def _why_not(name: str, there: Row) -> str | None:
+    """What keeps a family from being tried on a GPU, or None."""
+    backend = FAMILIES[name].backend
+    problem: str | None = switches.why_off(name) or there["why_not"][backend]
+    if problem is None and backend == "triton" and availability.interpreted():
+        return "TRITON_INTERPRET=1 has it on the CPU"
+    if problem is None and name == "clusters" and tuple(there["capability"]) < _CLUSTERS:
+        return "this GPU has none"
+    return problem
+
+
+def _family(name: str, until: float) -> Iterator[Row]:
+    """Its experiments in a process of its own; the one that it ended in, if it did."""
+    begun: Row = {}
+    for row in lines(partial(rows, name), SILENCE, until):
+        if "begun" in row:
+            begun = {"family": name, "case": row["case"], "dtype": row["dtype"]}
+        else:
+            yield {"family": name, **begun, **row}
+
+
+def _on_cpu(with_gpu: bool) -> Iterator[Row]:
+    """Every backend that serves the CPU, and the others that are not there."""
+    available = backends.available()
+    on_cpu = {"cpu", "reference", *(["triton"] if availability.interpreted() else ())}
+    for name in available:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            for case in CASES if name in on_cpu else ():
+                row = {"family": name, "case": case.name, "dtype": in_words(dtype)}
+                ours, eager, worst = check_one(name, case, dtype)
+                yield {**row, "ours": ours, "eager": eager, "worst": worst}
+    for name in backends.NAMES:
+        if name not in available and not (with_gpu and name in FAMILIES):
+            yield {"family": name, "unchecked": backends.why_not(name)}
+
+
+def _line(row: Row) -> str:
+    if "unchecked" in row:
+        return f"{row['family']:<15}not checked: {row['unchecked']}"
+    line = f"{row['family']:<15}{row.get('dtype', ''):<10}{row.get('case', ''):<31}"
+    if "ours" in row:
+        line += f"{row['ours']:>8.3f}{row['eager']:>8.3f}   {row['worst']}"
+    elif "absent" in row:
+        return f"{line}  not this way here: {row['absent']}"
+    else:
+        line = f"{line}  {row.get('raised') or row['ended']}"
+    return f"{line}  FAIL" if _is_bad(row) else line
+
+
+def _is_bad(row: Row) -> bool:
+    return "raised" in row or "ended" in row or not row.get("ours", 0.0) <= 1.0
+
+
+def _wrong(tried: Sequence[Row]) -> list[str]:
+    """The families to switch off: one that is wrong, or the backend if that is, with all of it."""
+    found = [row["family"] for row in tried if _is_bad(row) and row.get("ended") != OVER]
+    covered = {
+        n for n, family in FAMILIES.items() if family.backend in found and n != family.backend
+    }
+    return [name for name in FAMILIES if name in found and name not in covered]
+
+
+def _finite(x: object) -> object:
+    """JSON has no infinity."""
+    if isinstance(x, dict):
+        return {name: _finite(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [_finite(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x

@@ -12,7 +12,7 @@ from torch import Tensor
 from bahdanau_fast import parity, reference
 from bahdanau_fast.functional import additive_attention
 
-__all__ = ["CASES", "Case", "check_one"]
+__all__ = ["CASES", "Case", "check_one", "in_words"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,12 @@ class Case:
     keys: int
     hidden: int
     features: tuple[int, int, int]
-    lens: str = "none"
+    seen: str = "all"
+    activation: str = "tanh"
 
-    def draw(self) -> tuple[list[Tensor], Tensor | None]:
-        """Inputs in fp64: queries, keys, values, W_q, W_k, w_v; and the valid lengths."""
-        generator = torch.Generator().manual_seed(self.batch * 7919 + self.keys)
+    def draw(self, seed: int = 0) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Inputs in fp64: queries, keys, values, W_q, W_k, w_v; and lengths or a mask, by name."""
+        generator = torch.Generator().manual_seed(self.batch * 7919 + self.keys + 104729 * seed)
         query_size, key_size, value_size = self.features
         shapes = [
             (self.batch, self.queries, query_size),
@@ -44,10 +45,14 @@ class Case:
             torch.randn(shape, generator=generator, dtype=torch.float64) * scale
             for shape, scale in zip(shapes, scales, strict=True)
         ]
-        if self.lens == "none":
-            return tensors, None
-        size = (self.batch,) if self.lens == "per row" else (self.batch, self.queries)
-        return tensors, torch.randint(0, self.keys + 1, size, generator=generator)
+        if self.seen == "all":
+            return tensors, {}
+        if self.seen == "mask":
+            mask = torch.rand(self.batch, self.keys, generator=generator) < 0.7
+            return tensors, {"mask": mask}
+        size = (self.batch,) if self.seen == "per row" else (self.batch, self.queries)
+        lens = torch.randint(0, self.keys + 1, size, generator=generator)
+        return tensors, {"valid_lens": lens}
 
 
 CASES = (
@@ -61,6 +66,11 @@ CASES = (
 _RESULTS = ("context", "weights", "d queries", "d keys", "d values", "d W_q", "d W_k", "d w_v")
 
 
+def in_words(dtype: torch.dtype) -> str:
+    """As "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _results(
     function: Callable[..., tuple[Tensor, Tensor | None]],
     case: Case,
@@ -68,9 +78,9 @@ def _results(
     rounded: torch.dtype,
 ) -> list[Tensor]:
     """Outputs and gradients in fp64, computed in ``dtype`` from inputs rounded to ``rounded``."""
-    tensors, valid_lens = case.draw()
+    tensors, seen = case.draw()
     inputs = [tensor.to(rounded).to(dtype).requires_grad_() for tensor in tensors]
-    context, weights = function(*inputs, valid_lens)
+    context, weights = function(*inputs, **seen)
     assert weights is not None
     generator = torch.Generator().manual_seed(1)
     upstream = [

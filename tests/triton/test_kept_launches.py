@@ -32,9 +32,10 @@ from triton_target import target_is
 from warmed_up import call
 
 import bahdanau_fast
-from bahdanau_fast import switches
+from bahdanau_fast import backends, switches
 from bahdanau_fast.backends.triton import launch
 from bahdanau_fast.backends.triton.call import DTYPES, gpu
+from bahdanau_fast.check import families
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.attention import (
     attend_scores,
@@ -354,6 +355,25 @@ def test_what_is_off_is_tanh(off, monkeypatch):
     names = {name.removesuffix("_kernel") for name, *_ in launches}
     assert ("terms" in names, "grad_waves" in names) == (off != "terms", off != "waves")
     assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
+
+
+@pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
+def test_experiments_of_a_check_reach_their_family(family, monkeypatch):
+    monkeypatch.setattr(switches, "OFF", families.beside(family))
+    monkeypatch.setattr(backends, "_INTERPRETED", True)  # which serves the CPU
+    monkeypatch.setattr(backends, "why_not", {"cuda": "it is left out"}.get)
+    for each in families.FAMILIES[family].experiments:
+        if each.name.endswith(("replayed", "two streams")) or "Attention" in each.name:
+            continue
+        with noted() as launches:
+            each.judge("triton", "cpu")
+            kept = [plan for plan in launch.plans.values() if plan]
+        names = {name.removesuffix("_kernel") for name, *_ in launches}
+        assert ("terms_scores" in names, "grad_waves" in names, bool(kept)) == (
+            family == "terms", family == "waves", family == "kept-launches",
+        ), each.name  # fmt: skip
+        if "step" in each.name:
+            assert ("combine" in names) == ("split" in each.name)
 
 
 def test_no_launch_is_kept_where_that_is_off(monkeypatch):
