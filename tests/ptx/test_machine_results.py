@@ -20,6 +20,7 @@ TINY = np.array([1e-40, 1e-30, -1e-40], np.float32)
 X, Y, Z = RANDOM.standard_normal((3, 512)).astype(np.float32)
 # Small ones, ordinary ones, and some whose products overflow.
 HALVES = (X * np.array([1e-4, 1.0, 1e-7, 300.0] * 128, "f4")).astype("f2").reshape(2, -1)
+HOLES = np.where(HALVES > 1, np.float16(np.nan), HALVES)
 F64 = RANDOM.standard_normal(300)
 EDGES = np.concatenate([X, ODD[~np.isnan(ODD)], np.array([65504, 65520, 6e-8, 2.0**-25], "f4")])
 
@@ -79,9 +80,11 @@ with np.errstate(all="ignore"):
            compare(*FEW.astype(dtype)))
           for name, compare in COMPARED.items()
           for kind, dtype in (("s32", "i4"), ("u32", "u4"), ("s64", "i8"))),
-        ("setp.lt.f16x2 %p1|%p2, %a, %b;\nselp.u32 %r10, 1, 0, %p1;\nselp.u32 %r11, 2, 0, %p2;\n"
-         "or.b32 %d, %r10, %r11;", "u4", (HALVES[0].view("u4"), HALVES[1].view("u4")),
-         (HALVES[0] < HALVES[1]).reshape(-1, 2) @ [1, 2]),
+        *((f"setp.{name}.f16x2 %p1|%p2, %a, %b;\nselp.u32 %r10, 1, 0, %p1;\n"
+           "selp.u32 %r11, 2, 0, %p2;\nor.b32 %d, %r10, %r11;", "u4",
+           (HOLES[0].view("u4"), HOLES[1].view("u4")), is_so.reshape(-1, 2) @ [1, 2])
+          for name, is_so in (("lt", HOLES[0] < HOLES[1]), ("num", ~np.isnan(HOLES).any(0)),
+                              ("nan", np.isnan(HOLES).any(0)))),
         ("abs.f16 %d, %a;", "f2", (HALVES[0],), np.abs(HALVES[0])),
         ("abs.f16x2 %d, %a;", "u4", (HALVES[0].view("u4"),), np.abs(HALVES[0]).view("u4")),
         # Conversions.

@@ -149,26 +149,24 @@ inline void resolve_div(Form& f, Instr& i) {
 
 // ---- setp ----
 
-// The first twelve of resolve_setp: the latter six are also true of what is unordered.
+constexpr int kNum = 12, kNaN = 13;
+
+// Of resolve_setp, where those from the seventh to the twelfth are also true of what is unordered.
 template <class T>
 bool compare(int which, T a, T b) {
-  if (a != a || b != b) return which >= 6;
+  const bool nan = a != a || b != b;
+  if (which >= kNum) return nan == (which == kNaN);
+  if (nan) return which >= 6;
   const bool all[] = {a == b, a != b, (a < b), (a <= b), (a > b), (a >= b)};
   return all[which % 6];
 }
-constexpr int kNum = 12, kNaN = 13;
 
 template <class T>
 void compared(Warp& w, const Instr& i, Mask mask) {
   using Read = std::conditional_t<is_half<T>, float, T>;
   const T *a = w.of<T>(i.o[1]), *b = w.of<T>(i.o[2]);
   Mask yes = 0;
-  each(mask, [&](int l) {
-    const auto x = Read(a[l]), y = Read(b[l]);
-    const bool nan = x != x || y != y;
-    const bool is = i.mode == kNum ? !nan : i.mode == kNaN ? nan : compare(i.mode, x, y);
-    yes |= Mask(is) << l;
-  });
+  each(mask, [&](int l) { yes |= Mask(compare(i.mode, Read(a[l]), Read(b[l]))) << l; });
   w.set_predicate(i.o[0], mask, yes);
 }
 
@@ -191,7 +189,7 @@ inline void resolve_setp(Form& f, Instr& i) {
   i.mode = f.one_of(
       {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"});
   const bool pairs = f.parts.back().find("x2") != std::string::npos;
-  if (i.mode < 0 || i.o.size() != (pairs ? 4 : 3) || (pairs && i.mode >= kNum)) f.unknown();
+  if (i.mode < 0 || i.o.size() != (pairs ? 4 : 3)) f.unknown();
   const std::string type = f.last();
   if (pairs) i.run = type == "bf16x2" ? compared_pairs<bf16> : compared_pairs<f16>;
   const auto pick = [&](auto t) { i.run = compared<decltype(t)>; };
