@@ -4,17 +4,26 @@ import pytest
 from built import needs_compiler
 from checked_cuda import NAMES, aside, served
 from driven import CudaPtx, needs_nvcc
+from tritoned import TritonPtx
 
-from bahdanau_fast import switches
+from bahdanau_fast import backends, switches
 from bahdanau_fast.check import families
 from bahdanau_fast.ops.operator import operators
 
-pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
+pytestmark = [needs_compiler, pytest.mark.thorough]
 
 
+def experiments(family):
+    """Those that take no stream, which the machine has not."""
+    for each in families.FAMILIES[family].experiments:
+        if not each.name.endswith(("replayed", "two streams")):
+            yield each
+
+
+@needs_nvcc
 @pytest.mark.parametrize("arch", ["80", "90a"])
 @pytest.mark.parametrize("family", NAMES)
-def test_experiments(family, arch, monkeypatch):
+def test_cuda(family, arch, monkeypatch):
     kernels = CudaPtx(arch)
 
     def run(name, _, *args):
@@ -25,10 +34,27 @@ def test_experiments(family, arch, monkeypatch):
 
     monkeypatch.setattr(switches, "OFF", families.beside(family))
     with served(run):
-        for each in families.FAMILIES[family].experiments:
-            if not each.name.endswith(("replayed", "two streams")):
+        for each in experiments(family):
+            kernels.begin(4, each.dtype)
+            assert each.absent("cuda", "cuda") is None
+            found = each.judge("cuda", "cuda")
+            assert found.ours <= 1.0, (each.name, each.dtype, found)
+    assert any("persistent" in name for name in kernels.launched) == (family == "one-launch")
+
+
+@pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
+def test_triton(family, monkeypatch):
+    monkeypatch.setattr(switches, "OFF", families.beside(family))
+    monkeypatch.setattr(backends, "_INTERPRETED", True)  # which serves the CPU
+    monkeypatch.setattr(backends, "why_not", {"cuda": "it is left out"}.get)
+    kernels = TritonPtx("90")
+    with kernels.here():
+        for each in experiments(family):
+            if "Attention" not in each.name:  # a decoder is for GPUs
                 kernels.begin(4, each.dtype)
-                assert each.absent("cuda", "cuda") is None
-                found = each.judge("cuda", "cuda")
+                found = each.judge("triton", "cpu")
                 assert found.ours <= 1.0, (each.name, each.dtype, found)
-    assert ("persistent" in " ".join(kernels.launched)) == (family == "one-launch")
+    by_terms, by_waves = (
+        {f"{name}_kernel"} <= kernels.launched for name in ("terms", "grad_waves")
+    )
+    assert (by_terms, by_waves) == (family == "terms", family == "waves")

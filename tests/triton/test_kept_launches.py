@@ -357,11 +357,36 @@ def test_what_is_off_is_tanh(off, monkeypatch):
     assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
 
 
-@pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
-def test_experiments_of_a_check_reach_their_family(family, monkeypatch):
-    monkeypatch.setattr(switches, "OFF", families.beside(family))
-    monkeypatch.setattr(backends, "_INTERPRETED", True)  # which serves the CPU
+@pytest.fixture
+def checked(monkeypatch):
+    """Triton serves the CPU where it is checked, with what is not of a family switched off."""
+    monkeypatch.setattr(backends, "_INTERPRETED", True)
     monkeypatch.setattr(backends, "why_not", {"cuda": "it is left out"}.get)
+    monkeypatch.setattr(switches, "OFF", frozenset())
+    monkeypatch.setattr(families, "WAYS", {**families.WAYS})
+
+
+@pytest.mark.parametrize("family", ["triton", "terms", "waves"])
+def test_a_check_compiles_in_front_what_it_launches(family, checked, monkeypatch):
+    def made():
+        return sum(len(kernel.device_caches["sm_90"][0]) for kernel in KERNELS)
+
+    with noted() as launches:
+        with monkeypatch.context() as process:
+            process.setattr(launch.Steps, "launch", launch.Steps.launch)
+            assert [*families.compiled(family, torch.bfloat16, "cpu")] == []
+        count = made()
+        assert launches == []
+        for each in families.FAMILIES[family].experiments:
+            if each.dtype is torch.bfloat16 and "Attention" not in each.name:
+                each.judge("triton", "cpu")
+        assert launches
+        assert made() == count > 0
+
+
+@pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
+def test_experiments_of_a_check_reach_their_family(family, checked, monkeypatch):
+    monkeypatch.setattr(switches, "OFF", families.beside(family))
     for each in families.FAMILIES[family].experiments:
         if each.name.endswith(("replayed", "two streams")) or "Attention" in each.name:
             continue
