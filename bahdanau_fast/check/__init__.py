@@ -40,8 +40,13 @@ def check(report: str | None = None) -> bool:
     Args:
         report: a file to write all of it to as JSON; "-" is the standard output, and what is
             printed goes to the standard error then.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     begun, out = time.monotonic(), sys.stderr if report == "-" else sys.stdout
+    if report not in (None, "-"):
+        Path(report).touch()  # what cannot be written is said before any work
 
     def say(text: str) -> None:
         print(text, file=out, flush=True)
@@ -126,9 +131,10 @@ def _family(name: str, until: float) -> Iterator[Row]:
 def _on_cpu(with_gpu: bool) -> Iterator[Row]:
     """Every backend that serves the CPU, and the others that are not there."""
     available = backends.available()
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     on_cpu = {"cpu", "reference", *(["triton"] if availability.interpreted() else ())}
     for name in available:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for dtype in dtypes[name == "triton" :]:  # which has no fp64
             for case in CASES if name in on_cpu else ():
                 row = {"family": name, "case": case.name, "dtype": in_words(dtype)}
                 ours, eager, worst = check_one(name, case, dtype)

@@ -137,6 +137,13 @@ def test_json_alone_is_the_output(fails, capsys):
     assert err.endswith("FAIL\n")
 
 
+def test_a_report_that_cannot_be_written_is_said_first(fails, tmp_path, capsys):
+    assert cli.main(["check", "--json", str(tmp_path / "gone" / "report.json")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "No such file or directory" in err
+
+
 @needs_compiler
 def test_time_that_is_over_blames_nobody(planted, capsys):
     with checking("cuda", SECONDS=0.5):
