@@ -6,6 +6,8 @@ what is of which family. Results are those of the CPU's kernels.
 
 import json
 import os
+import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,7 @@ from mock_cuda import kernel_of, mock
 
 from bahdanau_fast import check, cli, switches
 from bahdanau_fast.check import families
-from bahdanau_fast.check.children import OVER
+from bahdanau_fast.check.children import OVER, lines, together
 
 
 class Planted:
@@ -161,6 +163,35 @@ def test_what_is_off_or_has_no_clusters_is_not_tried(planted, monkeypatch, capsy
     printed = capsys.readouterr().out
     assert "one-launch     not checked: switched off by BAHDANAU_FAST_OFF=one-launch" in printed
     assert "clusters       not checked: this GPU has none" in printed
+
+
+def test_what_a_child_prints_is_kept_beside_its_rows():
+    def work():
+        print("before")
+        yield {"row": 1}
+        raise ValueError("planted")
+
+    first, last = lines(work, 60.0, time.monotonic() + 60.0)
+    assert first == {"row": 1}
+    assert last["ended"] == "its process raised"
+    assert (last["output"][0], last["output"][-1]) == ("before", "ValueError: planted")
+
+
+def test_children_beside_each_other_end_with_the_time(tmp_path):
+    def work(name, seconds):
+        (tmp_path / f"{name} begun").touch()
+        time.sleep(seconds)
+        (tmp_path / f"{name} ended").touch()
+        yield {}
+
+    begun = time.monotonic()
+    together([partial(work, "quick", 0.0), partial(work, "late", 1000.0)], begun + 1.0)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "quick begun",
+        "quick ended",
+        "late begun",
+    }
+    assert time.monotonic() < begun + 60.0
 
 
 def test_without_a_gpu_there_are_no_processes(monkeypatch):
