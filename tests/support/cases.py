@@ -75,7 +75,7 @@ class Step:
 STEPS = {
     "queries projected": Step(lens=(70, 9)),
     "queries projected, beams": Step(Tq=6, Dq=8),
-    "a cluster shares W_q": Step(B=3, H=264, Tk=40, Dv=8),
+    "a cluster shares W_q": Step(B=3, H=264, Dq=56, Tk=40, Dv=8),
     "a cluster of several rows": Step(B=9, H=152, Dq=56, Tk=40, Dv=8),
     "queries projected, mask": Step(Tq=3, seen=0.3),
     "queries in rows of any alignment": Step(Tq=3, Dq=7, H=33, Dv=9),

@@ -125,14 +125,12 @@ SWEEPS = (
     _bound("cuda", "kMostAttended", _calls("decoder, forward + backward", *DECODERS), _attended),
     _bound(
         *("cuda", "kOwnWeight"),
-        _calls(STEP, *NARROW, (1, 1, 50, 256), (64, 4, 50, 128), (256, 1, 50, 128)),
-        lambda call: _read(call) / 8,  # blocks of a cluster
-        kOwnQueries=ALL,
+        _calls(STEP, *NARROW, (1, 1, 50, 256), (256, 1, 50, 128)),
+        lambda call: _weight(call) / 8,  # blocks of a cluster
     ),
-    _bound("cuda", "kOwnQueries", _calls(STEP, *BEAMS), _queries, kOwnWeight=ALL),
-    _bound(
-        "cuda", "kSharedWeight", _calls(STEP, *NARROW), _weight, kOwnQueries=ALL, kOwnWeight=ALL
-    )._replace(least=True),
+    _bound("cuda", "kSharedWeight", _calls(STEP, *NARROW), _weight, kOwnWeight=ALL)._replace(
+        least=True
+    ),
     _values(
         *("cuda", "kMostSplits"),
         _calls(FORWARD, SHORT, LONG, WIDE, FEW, ONE, POOLING, (64, 4, 50, 512)),

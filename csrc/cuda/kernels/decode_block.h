@@ -97,7 +97,7 @@ struct DecodeBlock {
 
   // W_q q into shared memory, together with the other blocks of the cluster, of which there are at
   // most `most`: each computes a share of the hidden units, two at a time in a warp, for the
-  // queries of all blocks, and writes them to the shared memory of those. So W_q is read once for
+  // query of every block, and writes them to the shared memory of those. So W_q is read once for
   // each cluster.
   template <int most>
   __device__ void project() {
@@ -112,37 +112,35 @@ struct DecodeBlock {
       const uint32_t row_of_block = block / uint32_t(d.splits) / uint32_t(d.column_groups);
       offsets[m] = smaller(row_of_block, p.B - 1) * p.queries.batch_stride;
     }
-    for (int64_t i = 0; i < smaller(QT, p.Tq); ++i) {
-      const T* first = static_cast<const T*>(p.queries.data) + i * p.queries.row_stride;
-      for (int h0 = (rank * d.warps + warp) * units; h0 < p.H; h0 += blocks * d.warps * units) {
-        float sums[most * units] = {};
-        for (int64_t c = lane * U; c < d.Dq; c += piece) {
-          float weight[units][U];
+    const T* first = static_cast<const T*>(p.queries.data);
+    for (int h0 = (rank * d.warps + warp) * units; h0 < p.H; h0 += blocks * d.warps * units) {
+      float sums[most * units] = {};
+      for (int64_t c = lane * U; c < d.Dq; c += piece) {
+        float weight[units][U];
+#pragma unroll
+        for (int x = 0; x < units; ++x)
+          load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
+#pragma unroll
+        for (int m = 0; m < most; ++m) {
+          float query[U];
+          load_units<T, true>(first + offsets[m], c, d.Dq, query);
 #pragma unroll
           for (int x = 0; x < units; ++x)
-            load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
 #pragma unroll
-          for (int m = 0; m < most; ++m) {
-            float query[U];
-            load_units<T, true>(first + offsets[m], c, d.Dq, query);
-#pragma unroll
-            for (int x = 0; x < units; ++x)
-#pragma unroll
-              for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
-          }
+            for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
         }
-        const float sum = warp_sums<most * units>(sums, lane);
-        const int target = lane / of_sum / units, h = h0 + lane / of_sum % units;
-        if (lane % of_sum == 0 && target < blocks && h < p.H)
-          *in_block(mine.queries + i * sizes.width + h, target) = sum;
       }
+      const float sum = warp_sums<most * units>(sums, lane);
+      const int target = lane / of_sum / units, h = h0 + lane / of_sum % units;
+      if (lane % of_sum == 0 && target < blocks && h < p.H)
+        *in_block(mine.queries + h, target) = sum;
     }
     cluster_barrier();
   }
 
   // True in a block past the last, which only completes a cluster, after its share of the work.
   __device__ bool helps() {
-    if constexpr (vectors)
+    if constexpr (vectors && QT == 1)
       if (d.w_q != nullptr) cluster_size() > 1 ? project<8>() : project<1>();
     return b >= p.B;
   }
@@ -181,8 +179,8 @@ struct DecodeBlock {
       x = h < units ? x : 0.0f;
 #pragma unroll
       for (int q = 0; q < QT; ++q) {
-        a[q] = d.w_q != nullptr ? mine.queries[(q < last ? q : last) * sizes.width + there]
-                                : widen(read_only(rows[q] + there));
+        a[q] =
+            QT == 1 && d.w_q != nullptr ? mine.queries[there] : widen(read_only(rows[q] + there));
         a[q] = q <= last && h < units ? a[q] : 0.0f;
       }
       mine.w[h] = sizeof(T) == 2 ? kSmallW * x : x;

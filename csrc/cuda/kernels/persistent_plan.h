@@ -18,8 +18,10 @@ constexpr int kTileRows = 64, kTileBatch = 8, kDepth = 32;
 constexpr int kTile = kTileRows * kTileBatch, kTileStride = kTile + kTileBatch;
 // A block attends to so many numbers of keys or values in a step at the most: above, single steps,
 // which cut the keys of a row, have more of the GPU.
-// not measured: (16,1,400,512) and (8,1,1000,512) in one launch and step by step, in a graph.
-LAB_CONSTEXPR int64_t kMostAttended = 1 << 18;
+// measured: gpu-h200.csv, "one launch: decoder (128,12 steps,200,512), forward + backward,
+// bfloat16" takes less than "loop of launches: decoder (128,12 steps,200,512), forward + backward,
+// bfloat16"; "one launch: decoder (16,12 steps,400,512), forward + backward, bfloat16" takes more.
+LAB_CONSTEXPR int64_t kMostAttended = 1 << 17;
 constexpr int64_t kLeastUnits = 4;  // of a block: fewer blocks meet faster
 
 // Elements from one row of weights in shared memory to the next: rows begin in other banks.

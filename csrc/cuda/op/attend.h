@@ -11,14 +11,21 @@
 
 namespace bahdanau_fast::gpu {
 
-// A launch projects up to so many queries, where each block, or each cluster, reads at most so many
-// bytes of W_q, times the queries.
-// not measured: all rows with W_q have 512 KB of it or more; steps of 128 and 256 hidden units with
-// W_q inside and in front would tell.
-LAB_CONSTEXPR int64_t kOwnQueries = 4, kOwnWeight = 16 * 1024;
+// A launch projects a single query, where each block, or each cluster, reads at most so many bytes
+// of W_q.
+// measured: gpu-h200.csv, the GPU gains nothing: "cuda, W_q in front: (64,1,50,64), forward,
+// bfloat16" takes as long as "cuda, W_q inside shared: (64,1,50,64), forward, bfloat16", and "cuda,
+// W_q in front: (64,4,50,128), forward, bfloat16" much less than "cuda, W_q inside shared:
+// (64,4,50,128), forward, bfloat16"; the host has a launch less.
+LAB_CONSTEXPR int64_t kOwnWeight = 8 * 1024;
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
-// not measured: no row projects in the launch; steps of 64 and 128 hidden units would.
-LAB_CONSTEXPR int64_t kSharedWeight = 16 * 1024;
+// measured: gpu-h200.csv, "cuda, W_q inside shared: (64,1,50,64), forward, bfloat16" takes less
+// than "cuda, W_q inside each: (64,1,50,64), forward, bfloat16".
+LAB_CONSTEXPR int64_t kSharedWeight = 8 * 1024;
+// Forward: keys of a split for each warp, with one query and with several, at the least.
+// measured: gpu-h200.csv, "cuda, 4 splits: (64,1,50,512), forward, bfloat16" and "cuda, 2 splits:
+// (64,4,50,512), forward, bfloat16" take least.
+LAB_CONSTEXPR int64_t kLeastKeys = 4, kLeastKeysOfSeveral = 8;
 // Forward: most splits of a row for the sake of idle multiprocessors, scores of a block, keys that
 // a warp adds up one after the other in fp32, whose roundings grow with the sum, and bytes of
 // shared memory with rings and without scores.
@@ -75,8 +82,7 @@ struct Attend {
   // What a launch can project, rows in vectors and all queries at once, and what pays.
   static bool projects(const Forward& f, const Device& device) {
     const Step& step = step_of(f.p);
-    return f.p.Tq <= smaller(kOwnQueries, step.queries) &&
-           f.p.Tq * bytes_of_w_q(f) <= kOwnWeight * device.cluster && &step != &steps[3] &&
+    return f.p.Tq == 1 && bytes_of_w_q(f) <= kOwnWeight * device.cluster && &step != &steps[3] &&
            f.Dq > 0 && in_vectors<T>(f.p.queries, f.Dq) && in_row(f.w_q, f.Dq);
   }
 
@@ -99,7 +105,9 @@ struct Attend {
     d.column_groups = larger(1, ceil_div(p.Dv, step.columns));
     if (f.w_q != nullptr && bytes_of_w_q(f) >= kSharedWeight) d.cluster = device.cluster;
     while (d.warps > 1 && step.layout(d).bytes > kRingLimit) d.warps /= 2;
-    const int64_t pass = d.warps * step.keys, least = ceil_div(d.warps * 4, pass) * pass;
+    const int64_t pass = d.warps * step.keys;
+    const int64_t of_warp = step.queries > 1 ? kLeastKeysOfSeveral : kLeastKeys;
+    const int64_t least = ceil_div(d.warps * of_warp, pass) * pass;
     int64_t least_splits = ceil_div(p.Tk, kMostScores / step.queries);
     if (sizeof(T) == 4) least_splits = larger(least_splits, ceil_div(p.Tk, kMostInTurn * d.warps));
     int64_t splits = int64_t(device.multiprocessors) * step.blocks / rows_of(d);
