@@ -31,6 +31,38 @@ def query_chunk(batch: int, keys_len: int, least: int) -> int:
     return max(_SCRATCH // max(4 * batch * keys_len, 1), least)
 
 
+class Gpu(NamedTuple):
+    """What decides about plans: the size of a GPU, and its kind."""
+
+    processors: int  # multiprocessors
+    shared: int  # bytes of shared memory that a block may have
+    arch: str  # "sm_90", "gfx942", ...; empty where kernels are interpreted
+
+    @property
+    def native(self) -> bool:
+        """Whether kernels may hold NVIDIA instructions."""
+        return self.arch.startswith("sm_")
+
+    @property
+    def halves(self) -> bool:
+        """Whether products of half types are made on tensor cores; if not, half types become fp32.
+
+        On compute capability 7.5 Triton makes them of fma. Those of gfx90a take subnormals of fp16
+        for zero; on gfx1100 kernels that are made of products spill. Of AMD's others nothing is
+        known but of gfx942 and gfx950.
+        """
+        if self.native:
+            return self.arch != "sm_75"
+        return self.arch in ("", "gfx942", "gfx950")
+
+    def precision(self, size: int, tf32: bool) -> str:
+        """PRECISION of kernels/products.py, of elements of so many bytes; TF32 where allowed."""
+        if size == 2:
+            return "ieee" if self.halves and self.arch else "fp32"
+        has_tf32 = self.arch == "gfx942" or (self.native and self.halves)
+        return "tf32" if tf32 and has_tf32 else "ieee"
+
+
 class StepPlan(NamedTuple):
     """Key splits of a step, and the tiles of one program."""
 
@@ -78,8 +110,8 @@ def projects_queries(queries_len: int, query_size: int, hidden: int, size: int) 
 
 @functools.lru_cache(_CALLS)
 def decode(
-    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
-    processors: int, size: int, shared: int, channels: int = 0,
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int, size: int, gpu: Gpu,
+    channels: int = 0,
 ) -> StepPlan:  # fmt: skip
     """Of `decode_kernel`: 32 elements of a tile a thread, 16 in the precision of fp32.
 
@@ -92,21 +124,21 @@ def decode(
     rows, keys = max(batch * queries_len, 1), max(power_of_two(keys_len), 2)
     least = 4 if widest <= 1024 else 8
     # Eight warps of wider rows spill on sm_80 under a mask.
-    two = widest <= 512 and rows <= 2 * processors
-    warps = 16 if rows <= processors else 8 if two else least
+    two = widest <= 512 and rows <= 2 * gpu.processors
+    warps = 16 if rows <= gpu.processors else 8 if two else least
     warps = max(min(warps, keys * widest // 512), least)
     block_k, _ = _tile(widest, 2048 // size, keys_len, warps)
     block_c = max(power_of_two(channels), 16)
     # W_f stays in registers, or in a quarter of the shared memory. Without tensor cores, or for
     # several queries, a library is faster, in spite of its way through memory.
-    fits = widest <= 1024 and block_c * block_h <= min(2048 * warps, shared // 8)
-    if channels and size == 2 and queries_len <= OWN_FEATURES and fits:
+    fits = widest <= 1024 and block_c * block_h <= min(2048 * warps, gpu.shared // 8)
+    if channels and size == 2 and gpu.halves and queries_len <= OWN_FEATURES and fits:
         block_k = min(block_k, 512 * warps // block_h)  # a product takes registers
     else:
         block_c = 0
     tiles = -(-keys_len // block_k)
     # Splits have to make up for the launch that combines them.
-    splits = max(min(processors // rows, tiles), 1) if tiles > 4 else 1
+    splits = max(min(gpu.processors // rows, tiles), 1) if tiles > 4 else 1
     if size == 4:
         splits = max(splits, -(-tiles // _MOST_IN_TURN))
     each = -(-tiles // splits)
@@ -126,27 +158,28 @@ class GradPlan(NamedTuple):
 
 @functools.lru_cache(_CALLS)
 def grad_step(
-    batch: int, queries_len: int, keys_len: int, hidden: int, features: int,
-    processors: int, size: int,
+    batch: int, queries_len: int, keys_len: int, hidden: int, features: int, size: int, gpu: Gpu
 ) -> GradPlan:  # fmt: skip
     """Of the kernels of `grad_step`: splits for two programs a multiprocessor.
 
     With several queries a program of the keys is a warp, which takes some of the hidden units.
     """
-    splits = max(min(2 * processors // batch, keys_len // _GRAD_KEYS), 1)
+    parts = 1 if gpu.halves else 2  # of a tile: whole ones spill on sm_75 and gfx1100
+    elements = 2048 // size // parts
+    splits = max(min(2 * gpu.processors // batch, keys_len // _GRAD_KEYS), 1)
     block_h, block_d = (max(power_of_two(n), 16) for n in (hidden, features))
     if size == 4:
-        least, _ = _tile(max(block_h, block_d), 2048 // size, keys_len)
+        least, _ = _tile(max(block_h, block_d), elements, keys_len)
         splits = max(splits, -(-keys_len // (least * _MOST_IN_TURN)))
     each = each_key = -(-keys_len // splits)
     if queries_len == 1:
         (rows, warps), (keys, key_warps) = (
-            _tile(width, 2048 // size, each) for width in (block_d, block_h)
+            _tile(width, elements, each) for width in (block_d, block_h)
         )
     else:
         block_h = min(block_h, 64)
         rows, warps = _tile(block_d, 256, each, 16 if block_d > 512 else 8)
-        keys, key_warps = _tile(block_h, 512, keys_len, 1)
+        keys, key_warps = _tile(block_h, 512 // parts, keys_len, 1)
         each_key = keys
     splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
     stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
@@ -225,7 +258,9 @@ def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool)
     return TermsPlan(quads, splits, rows, tables, blocks)
 
 
-def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) -> dict[str, Any]:
+def scores(
+    batch: int, queries_len: int, keys_len: int, hidden: int, size: int, gpu: Gpu
+) -> dict[str, Any]:
     """Of `scores_kernel`: 64 elements a thread in registers; less of all where work is short.
 
     ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
@@ -235,28 +270,32 @@ def scores(batch: int, queries_len: int, keys_len: int, hidden: int, size: int) 
         return batch * -(-keys_len // block_k) * -(-queries_len // block_q)
 
     block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
-    block_k = 32 if size == 2 and programs(64, 32) >= 512 else 16
+    if gpu.halves:
+        block_k = 32 if size == 2 and programs(64, 32) >= 512 else 16
+    else:  # others spill on sm_75, or on gfx1100
+        block_k = 16 if block_h == 64 else 32
     block_q, least = 64, 4 if block_h == 64 else 16  # fewer of narrow tiles spill on sm_90
     while block_q > least and programs(block_q, block_k) < 512:
         block_q //= 2
     return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 
 
-def products(features: int, size: int) -> dict[str, Any]:
+def products(features: int, size: int, gpu: Gpu) -> dict[str, Any]:
     """Of `softmax_kernel`: all features at once, as far as 512; fp32 products are kept short.
 
     Those are unrolled, without tensor cores.
     """
-    if size == 4:
+    if size == 4 or not gpu.halves:
         return {"BLOCK_Q": 8, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 4}
     block_d = min(max(power_of_two(features), 16), 512)
     warps = 4 if block_d <= 64 else 8  # others spill
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": warps}
 
 
-def grad_products() -> dict[str, Any]:
+def grad_products(gpu: Gpu) -> dict[str, Any]:
     """Of `grad_weights_kernel` and `grad_values_kernel`."""
-    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": 64, "num_warps": 4}
+    block_d = 64 if gpu.halves else 32  # more spills on sm_75 and gfx1100
+    return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": 4}
 
 
 def grad_softmax(keys_len: int) -> dict[str, Any]:
@@ -292,7 +331,7 @@ def pays_by_waves(queries_len: int, keys_len: int) -> bool:
     return products <= 2 * _TANH_PER_WAVES * queries_len * keys_len
 
 
-def grad_waves(rows_len: int, others_len: int, hopper: bool) -> dict[str, Any]:
+def grad_waves(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
     """Of `grad_waves_kernel`: up to 128 rows, 64 others and 64 waves, 4 units'; twice on Hopper.
 
     There that is the fastest (gpu-h200.csv, "waves of 8 units, ..."); elsewhere it takes too many
@@ -300,5 +339,5 @@ def grad_waves(rows_len: int, others_len: int, hopper: bool) -> dict[str, Any]:
     """
     block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
     block_o = min(max(power_of_two(others_len), 16), 64)
-    tile = {"BLOCK_H": 8, "STAGES": 1} if hopper else {"BLOCK_H": 4, "STAGES": 3}
+    tile = {"BLOCK_H": 8, "STAGES": 1} if gpu.arch == "sm_90" else {"BLOCK_H": 4, "STAGES": 3}
     return {"BLOCK_R": block_r, "BLOCK_O": block_o, **tile, "num_warps": 8 if block_r >= 64 else 4}

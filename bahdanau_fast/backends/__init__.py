@@ -143,7 +143,7 @@ def resolve(
     """
     kind, asked, plain_only = device.type, _asked(name), checks.plain_only()
     return choose_backend(
-        asked, kind, dtype, _there(kind, step), plain_only, _INTERPRETED, step=step
+        asked, kind, dtype, _there(device, step), plain_only, _INTERPRETED, step=step
     )[0]
 
 
@@ -188,7 +188,7 @@ def _decided(
 ) -> Route:  # fmt: skip
     (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
     traced, records, of_inference, plain_only, autocast = doing
-    there = _there(device.type, is_cuda_step(traced, queries_len, hidden, general))
+    there = _there(device, is_cuda_step(traced, queries_len, hidden, general))
     facts = Facts(
         device.type, dtype, batch, queries_len, keys_len, query_size, key_size, value_size, hidden,
         traced, records, plain_only, autocast, of_inference or sharded, general, asked, there,
@@ -266,14 +266,14 @@ def _asked(name: str | None) -> str | None:
     return wanted
 
 
-def _there(device: str, step: bool) -> tuple[str, ...]:
-    """The backends that may serve tensors of a kind of device; CUDA C++ serves a ``step``."""
-    if device != "cuda":
+def _there(device: torch.device, step: bool) -> tuple[str, ...]:
+    """The backends that may serve tensors of a device; CUDA C++ serves a ``step``."""
+    if device.type != "cuda":
         return _ON_CPU
-    has_cuda = why_not("cuda") is None
+    has_cuda = why_not("cuda") is None and not availability.is_too_old("cuda", device)
     if has_cuda and step:  # Triton is loaded where it is needed
         return ("cuda", "reference")
-    has_triton = why_not("triton") is None
+    has_triton = why_not("triton") is None and not availability.is_too_old("triton", device)
     return (*["cuda"] * has_cuda, *["triton"] * has_triton, "reference")
 
 

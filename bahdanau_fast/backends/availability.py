@@ -14,14 +14,22 @@ import torch
 
 from bahdanau_fast import switches
 
-__all__ = ["cpu_problem", "cuda_problem", "interpreted", "one_launch_problem", "triton_problem"]
+__all__ = [
+    "cpu_problem",
+    "cuda_problem",
+    "interpreted",
+    "is_too_old",
+    "one_launch_problem",
+    "triton_problem",
+]
 
 # The stable ABI the extensions are built against.
 TORCH = (2, 10)
 # The kernels are compiled and interpreted in the tests with this and newer ones.
 TRITON = (3, 6)
-# Tensor cores for bf16, and 96 KB of shared memory for a block.
-CAPABILITY = (8, 0)
+# CUDA C++ takes tensor cores for bf16, and 96 KB of shared memory for a block. CUDA 13 has nothing
+# older than what Triton's kernels are compiled for.
+CAPABILITY = {"cuda": (8, 0), "triton": (7, 5)}
 
 
 def cpu_problem() -> str | None:
@@ -66,10 +74,8 @@ def cuda_problem() -> str | None:
         return "this torch is built without CUDA"
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    capability = torch.cuda.get_device_capability()
-    if capability < CAPABILITY:
-        return _too_old(capability)
-    return _load("_C_cuda", "CUDA", "nvcc of torch's CUDA") or _does_not_run()
+    problem = _too_old("cuda") or _load("_C_cuda", "CUDA", "nvcc of torch's CUDA")
+    return problem or _does_not_run()
 
 
 def _does_not_run() -> str | None:
@@ -84,7 +90,7 @@ def _does_not_run() -> str | None:
     asked = set()
     for device in (torch.cuda.current_device(), *range(torch.cuda.device_count())):
         capability = torch.cuda.get_device_capability(device)
-        if capability < CAPABILITY or capability in asked:
+        if capability < CAPABILITY["cuda"] or capability in asked:
             continue
         asked.add(capability)
         with torch.cuda.device(device):
@@ -113,8 +119,21 @@ def one_launch_problem(
     return problem
 
 
-def _too_old(capability: tuple[int, int]) -> str:
-    return f"compute capability {_dotted(CAPABILITY)} is needed, this GPU has {_dotted(capability)}"
+def _too_old(backend: str, device: torch.device | None = None) -> str | None:
+    """What a GPU, the current one unless given, is too old for; or None."""
+    least, has = CAPABILITY[backend], torch.cuda.get_device_capability(device)
+    if has >= least:
+        return None
+    return f"compute capability {_dotted(least)} is needed, this GPU has {_dotted(has)}"
+
+
+def is_too_old(backend: str, device: torch.device) -> bool:
+    """Whether a backend that is there cannot serve this GPU, which may not be the current one."""
+    return torch.version.cuda is not None and _too_old(backend, device) is not None
+
+
+# As of ``backends.why_not``.
+is_too_old._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _why_not_built(extension: str, needs: str) -> str:
@@ -150,8 +169,7 @@ def interpreted() -> bool:
 def _no_gpu_for_triton() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA or ROCm device is visible (TRITON_INTERPRET=1 runs it on the CPU)"
-    capability = torch.cuda.get_device_capability()
-    return _too_old(capability) if torch.version.hip is None and capability < CAPABILITY else None
+    return _too_old("triton") if torch.version.hip is None else None
 
 
 @functools.cache

@@ -102,6 +102,7 @@ MANY = (132, (1, 18, 4096, 32, 8))
         pytest.param(TritonPtx, "90", *LONG, id="triton"),
         pytest.param(TritonPtx, "90", *ALONE, id="triton, one processor"),
         pytest.param(TritonPtx, "90", *MANY, id="triton, many queries"),
+        pytest.param(TritonPtx, "75", *ALONE, id="triton, one processor of sm_75"),
     ],
 )
 def test_many_keys(kernels, arch, multiprocessors, sizes, plain):

@@ -48,7 +48,7 @@ class TritonPtx(PtxCalls):
     """Triton's launches on CPU tensors go to the machine.
 
     Args:
-        arch: "80" or "90".
+        arch: "75", "80" or "90".
         more: as for PtxCalls.
     """
 
@@ -81,7 +81,7 @@ class TritonPtx(PtxCalls):
             patch.object(CompiledKernel, "run", property(self._runner)),
             patch.object(CompiledKernel, "launch_metadata", return_value=None),
             patch.object(
-                call, "gpu", lambda _: (self.multiprocessors, SHARED[target], self.arch == "90")
+                call, "gpu", lambda _: plans.Gpu(self.multiprocessors, SHARED[target], target)
             ),
             patch.object(plans, "pays_by_waves", return_value=True),  # of few as of many
             patch.object(torch, "empty", _empty),

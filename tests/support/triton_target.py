@@ -16,17 +16,28 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from bahdanau_fast.backends.triton import call, launch
+from bahdanau_fast.kernels import plans
 
 TARGETS = {
+    "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_86": GPUTarget("cuda", 86, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
 #: Bytes of shared memory that a block may have there, by the CUDA C++ Programming Guide.
-SHARED = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
-SHARED["gfx942"] = 64 << 10
+SHARED = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+}
+SHARED |= dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx1100"), 64 << 10)
 
 
 @functools.cache
@@ -84,8 +95,7 @@ def target_is(target):
     triton.runtime.driver.set_active(_Driver(target))
     try:
         with (
-            patch.object(call, "native", lambda: target.startswith("sm")),
-            patch.object(call, "gpu", lambda _: (132, SHARED[target], target == "sm_90")),
+            patch.object(call, "gpu", lambda _: plans.Gpu(132, SHARED[target], target)),
             patch.object(launch, "plans", {}),
         ):
             yield

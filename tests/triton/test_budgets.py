@@ -3,7 +3,7 @@
 import pytest
 import torch
 from machine_code import blocks, hot
-from triton_target import SHARED
+from triton_target import SHARED, TARGETS
 from warmed_up import kernels_of
 
 from bahdanau_fast.kernels import plans
@@ -15,22 +15,25 @@ pytestmark = pytest.mark.thorough
 FEW = ((256, 1, 400, 512, 512), (16, 4, 50, 512, 512), (64, 50, 50, 512, 512))
 FEW += ((16, 512, 512, 512, 512),)
 REAL = ((s.batch, s.queries, s.keys, s.hidden, s.value_size) for s in (*LIST, *STEPS_ON_MEMORY))
-ALL = tuple(dict.fromkeys((*FEW, (3, 17, 53, 71, 29), *REAL)))
+SOME = (*FEW, (3, 17, 53, 71, 29))
+ALL = tuple(dict.fromkeys((*SOME, *REAL)))
 # Deep: every real shape in one dtype on one target, the acceptance shapes elsewhere, each target
 # and each dtype somewhere.
-QUICK = ("sm_90", torch.bfloat16, FEW)
+QUICK = [("sm_90", torch.bfloat16, FEW), ("sm_75", torch.float16, SOME)]
 DEEP = [
     ("sm_90", torch.bfloat16, ALL),
     *((target, torch.float32, FEW) for target in ("sm_80", "sm_90", "gfx942")),
     *((target, torch.bfloat16, FEW) for target in ("sm_80", "sm_86", "sm_100")),
-    *((target, torch.float16, FEW) for target in ("sm_90", "sm_100")),
+    *((target, torch.float16, FEW) for target in ("sm_90", "sm_100", "gfx90a", "gfx950")),
+    *(("sm_75", dtype, SOME) for dtype in (torch.float32, torch.bfloat16)),
+    *(("gfx1100", dtype, SOME) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
 ]
 KERNELS = {"decode", "softmax", "grad_weights", "grad_softmax", "step_values", "step_keys"}
 KERNELS |= {"step_sums"}
 
 
 @pytest.fixture(
-    scope="module", params=[QUICK, *(pytest.param(run, marks=pytest.mark.deep) for run in DEEP)]
+    scope="module", params=[*QUICK, *(pytest.param(run, marks=pytest.mark.deep) for run in DEEP)]
 )
 def run(request):
     """Target, dtype, and each kernel in each configuration once."""
@@ -43,10 +46,12 @@ def run(request):
 
 def test_every_kernel_fits_and_nothing_spills(run):
     target, dtype, kernels = run
-    tanh = {"terms", "terms_scores", "grad_waves", "tables", "grad_tanh"}
-    if dtype == torch.float32:
-        tanh = {"tables", "scores", "grad_tanh", "grad_values"}
-    assert {kernel.name for kernel in kernels} >= KERNELS | tanh
+    tanh = {"tables", "grad_tanh"}
+    if dtype != torch.float32 and plans.Gpu(132, SHARED[target], target).halves:
+        tanh |= {"terms", "terms_scores", "grad_waves"}
+    else:
+        tanh |= {"scores", *(["grad_values"] if dtype == torch.float32 else [])}
+    assert {kernel.name for kernel in kernels} - {"lengths", "combine"} == KERNELS | tanh
     for kernel in kernels:
         assert kernel.shared <= SHARED[target], kernel.made
         assert kernel.spills == 0, kernel.made
@@ -111,6 +116,8 @@ WIDEST = [
     ("sm_86", torch.bfloat16, 2048, 2048),
     ("gfx942", torch.float32, 2048, 2048),
     ("gfx942", torch.float16, 64, 2048),
+    ("sm_75", torch.float32, 2048, 2048),
+    ("sm_75", torch.float16, 2048, 2048),
 ]
 
 
@@ -124,6 +131,20 @@ def test_the_widest_step_compiles_within_what_a_gpu_has(target, dtype, hidden, f
         found = kernels_of(shape, dtype, target, only="decode_kernel")
         assert found
         assert all(kernel.shared <= SHARED[target] for kernel in found.values())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_tf32_is_asked_for_where_triton_has_it(target):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = kernels_of((16, 18, 20, 32, 64), torch.float32, target, only="grad_values")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    asked = {kernel.sizes["PRECISION"] for kernel in found.values()}
+    assert asked == {
+        "tf32" if target in ("gfx942", "sm_80", "sm_86", "sm_90", "sm_100") else "ieee"
+    }
 
 
 @pytest.mark.parametrize("size", [1, 16, 100, 257, 3000])

@@ -14,6 +14,7 @@ import torch
 from fresh import forked
 
 import bahdanau_fast as bf
+from bahdanau_fast.backends import availability
 
 ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -51,6 +52,60 @@ def test_float64_is_refused_by_name_and_served_by_the_next():
     assert "auto takes 'cpu' for cpu tensors" in result.stdout
     assert "served torch.float32" in result.stdout
     assert "backend must serve torch.float64 tensors, got 'triton'" in result.stdout
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Has GPUs of these compute capabilities, the first of them the current one."""
+
+    def there(*capabilities):
+        for place, name, value in (
+            (torch.version, "cuda", "13.0"),
+            (torch.cuda, "is_available", lambda: True),
+            (
+                torch.cuda,
+                "get_device_capability",
+                lambda x=None: capabilities[x.index or 0 if x else 0],
+            ),
+            (availability, "_load", lambda *_: None),
+            (availability, "_does_not_run", lambda: None),
+            (availability, "cuda_problem", availability.cuda_problem.__wrapped__),
+            (availability, "triton_problem", availability.triton_problem.__wrapped__),
+        ):
+            monkeypatch.setattr(place, name, value)
+
+    return there
+
+
+TOO_OLD = "not available: compute capability {} is needed, this GPU has {}"
+
+
+@no_gpu
+@pytest.mark.parametrize(
+    ("capability", "taken"),
+    [
+        ((7, 0), "reference"),
+        ((7, 5), "triton"),
+        *(((n, 0), "cuda") for n in (8, 9, 12)),
+        ((8, 6), "cuda"),
+    ],
+)
+def test_what_a_compute_capability_has(capability, taken, gpus):
+    gpus(capability)
+    _, *lines = said = bf.backends.explain().splitlines()
+    assert said[0] == f"auto takes {taken!r} for cuda tensors"
+    has = ".".join(map(str, capability))
+    for line, least in zip(lines, ((8, 0), (7, 5)), strict=False):
+        why = TOO_OLD.format(".".join(map(str, least)), has)
+        assert (" available: " in line and why not in line) == (capability >= least)
+        assert line.endswith(why) == (capability < least)
+
+
+@no_gpu
+def test_of_several_gpus_each_has_what_serves_it(gpus):
+    gpus((9, 0), (7, 5), (7, 0))
+    taken = [bf.backends.resolve(torch.device("cuda", n)) for n in range(3)]
+    assert taken == ["cuda", "triton", "reference"]
 
 
 HIDE = """

@@ -143,7 +143,7 @@ def _of_features(grad: Tensor, w_f: Tensor) -> Tensor:
 def _plan(call: Call) -> plans.GradPlan:
     return plans.grad_step(
         usual(call.batch), call.queries_len, usual(call.keys_len), call.hidden, call.value_size,
-        call.processors, call.size,
+        call.size, call.gpu,
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def _through_keys(
 
 def _of_many(call: Call, grads: _Gradients) -> None:
     """The gradients of many queries: products, then what each pass over tanh gives."""
-    blocks = plans.grad_products()
+    blocks = plans.grad_products(call.gpu)
     of_keys = call.batch * -(-call.keys_len // blocks["BLOCK_K"])
     if grads.values is not None and call.given["grad_context"] is None:
         call.steps.make(Tensor.zero_, grads.values)
@@ -216,8 +216,8 @@ def _of_many(call: Call, grads: _Gradients) -> None:
     grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
-    exact = call.precise or call.given["ACTIVATION"] or switches.is_off("waves")
-    if not exact and plans.pays_by_waves(usual(call.queries_len), usual(call.keys_len)):
+    by_waves = call.by_products and not switches.is_off("waves")
+    if by_waves and plans.pays_by_waves(usual(call.queries_len), usual(call.keys_len)):
         padded = -(-call.keys_len // plans.WHOLE_TILES) * plans.WHOLE_TILES
         grad_scores = call.steps.new(*shape[:2], padded, dtype=call.dtype)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
@@ -281,7 +281,7 @@ def _pass(
         units = 2 * blocks["BLOCK_H"]
     else:
         lengths_of = usual(rows_len), usual(others_len)
-        kernel, blocks = grad_waves_kernel, plans.grad_waves(*lengths_of, call.hopper)
+        kernel, blocks = grad_waves_kernel, plans.grad_waves(*lengths_of, call.gpu)
         units = blocks["BLOCK_H"]
     row_blocks, hidden_blocks = -(-rows_len // blocks["BLOCK_R"]), -(-call.hidden // units)
     if grad_w is not None:

@@ -44,6 +44,7 @@ class Call:
         queries: laid out for the kernels, and raw with ``w_q``; likewise keys.
         features: and ``w_f``, laid out likewise; or None.
         is_step: whether the kernels of a step serve the call.
+        by_products: whether tanh of many queries is made of products.
         given: what is the same for all its kernels, by the names that those have.
     """
 
@@ -72,18 +73,18 @@ class Call:
         sizes = self.queries_len, self.hidden, self.value_size
         self.is_step = {*map(type, sizes)} == {int} and is_gpu_step(*sizes)
         self.size, self.dtype = queries.element_size(), queries.dtype
-        self.processors, self.shared, self.hopper = gpu(queries.device)
+        self.gpu = gpu(queries.device)
         self.queries, self.keys, values = map(self.rows, (queries, keys, values))
         self.w_v, self.features, self.w_f = self.whole(w_v), None, None
         if features is not None and w_f is not None:
             self.features, self.w_f = self.rows(features), self.whole(w_f)
         self.precise = queries.dtype == torch.float32
-        on_host = availability.interpreted()
+        self.by_products = self.gpu.halves and not (self.precise or activation)
         self.given: dict[str, Any] = {
             "values": values, "w_v": self.w_v, "Tk": self.keys_len, "H": self.hidden,
             "Dv": self.value_size, "slope": float(negative_slope), "ACTIVATION": activation,
-            "PRECISE": self.precise, "NATIVE": native(),
-            "PRECISION": "host" if on_host else precision() if self.precise else "ieee",
+            "PRECISE": self.precise, "NATIVE": self.gpu.native,
+            "PRECISION": self.gpu.precision(self.size, precision() == "tf32"),
             "seed": None, "threshold": 0, "scale_bits": 0,
         }  # fmt: skip
         if dropout_p > 0.0:
@@ -260,16 +261,16 @@ def make_table(call: Call, x: Tensor, table: Table) -> None:
 
 
 @functools.cache
-def native() -> bool:
-    """Whether the kernels may hold NVIDIA instructions."""
-    return not availability.interpreted() and torch.version.hip is None
-
-
-@functools.cache
-def gpu(device: torch.device) -> tuple[int, int, bool]:
-    """Multiprocessors, bytes of shared memory that a block may have, and whether it is a Hopper."""
+def gpu(device: torch.device) -> plans.Gpu:
+    """What plans know of a GPU."""
     if device.type != "cuda":  # kernels are interpreted
-        return 132, _SHARED, False
+        return plans.Gpu(132, _SHARED, "")
     has = torch.cuda.get_device_properties(device)
-    shared: int = getattr(has, "shared_memory_per_block_optin", _SHARED)
-    return has.multi_processor_count, shared, native() and has.major == 9
+    shared = getattr(has, "shared_memory_per_block_optin", _SHARED)
+    if availability.interpreted():
+        arch = ""
+    elif torch.version.hip is not None:  # "gfx90a:sramecc+:xnack-"
+        arch = has.gcnArchName.partition(":")[0]
+    else:
+        arch = f"sm_{has.major}{has.minor}"
+    return plans.Gpu(has.multi_processor_count, shared, arch)

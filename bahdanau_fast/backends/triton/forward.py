@@ -98,8 +98,8 @@ def _step(call: Call) -> Tensor:
     )  # fmt: skip
     channels = 0 if call.w_f is None else call.w_f.shape[1]
     plan = plans.decode(
-        usual(batch), queries_len, usual(call.keys_len), call.hidden, value_size, call.processors,
-        call.size, call.shared, usual(channels),
+        usual(batch), queries_len, usual(call.keys_len), call.hidden, value_size, call.size,
+        call.gpu, usual(channels),
     )  # fmt: skip
     splits, split_keys = call.split(plan)
     if plan.blocks["BLOCK_C"]:
@@ -150,8 +150,7 @@ class _Scratch:
 
     def __init__(self, call: Call, most: int, split: bool = True) -> None:
         new, self.splits, self.raw = call.steps.new, 1, not split
-        exact = call.precise or call.given["ACTIVATION"] or switches.is_off("terms")
-        self.by_terms = not exact
+        self.by_terms = call.by_products and not switches.is_off("terms")
         if self.by_terms:
             plan = self.plan = plans.terms(
                 usual(call.batch), usual(most), usual(call.keys_len), usual(call.hidden), split
@@ -184,7 +183,7 @@ def _some(call: Call, scratch: _Scratch) -> Tensor:
     elif weights is None or weights.dtype != call.dtype or call.given["seed"] is not None:
         dropped = steps.new(call.batch, call.queries_len, call.keys_len, dtype=call.dtype)
     _scores(call, scratch, lens)
-    blocks = plans.products(usual(features), call.size)
+    blocks = plans.products(usual(features), call.size, call.gpu)
     count = -(-call.queries_len // blocks["BLOCK_Q"]) * (-(-features // blocks["BLOCK_D"]) or 1)
     call.launch(
         softmax_kernel, call.batch * count,
@@ -204,8 +203,10 @@ def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
         return
     queries, table = call.queries, scratch.table
     make_table(call, queries, table)
-    sizes = map(usual, (call.batch, call.queries_len, call.keys_len, call.hidden, call.size))
-    blocks = plans.scores(*sizes)
+    blocks = plans.scores(
+        usual(call.batch), usual(call.queries_len), usual(call.keys_len), usual(call.hidden),
+        call.size, call.gpu,
+    )  # fmt: skip
     count = -(-call.keys_len // blocks["BLOCK_K"]) * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(
         scores_kernel, call.batch * count,
