@@ -340,4 +340,7 @@ def grad_waves(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
     block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
     block_o = min(max(power_of_two(others_len), 16), 64)
     tile = {"BLOCK_H": 8, "STAGES": 1} if gpu.arch == "sm_90" else {"BLOCK_H": 4, "STAGES": 3}
+    # Eight warps are two warpgroups of a Hopper. Before 3.9 Triton's wait for products holds back
+    # one of them alone (its issue 11047). In what 3.6 and 3.9 compile of this kernel all threads
+    # meet before they write to what either has read.
     return {"BLOCK_R": block_r, "BLOCK_O": block_o, **tile, "num_warps": 8 if block_r >= 64 else 4}

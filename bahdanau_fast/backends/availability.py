@@ -162,7 +162,10 @@ def _check_whole(module: str) -> None:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU: to test, not to be fast."""
+    """Whether Triton kernels run in its interpreter, on the CPU: to test, not to be fast.
+
+    It cuts fp32 off to bf16, where GPUs round.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

@@ -458,12 +458,17 @@ def test_what_a_profiler_compiles_is_not_launched_again(monkeypatch, instrumente
 
 
 @pytest.mark.parametrize(
-    ("said", "shared"), [({"shared_memory_per_block_optin": 101376}, 101376), ({}, 65536)]
+    ("said", "hip", "found"),
+    [
+        ({"minor": 5, "shared_memory_per_block_optin": 101376}, None, (78, 101376, "sm_75")),
+        ({"gcnArchName": "gfx90a:sramecc+:xnack-"}, "6.4", (78, 65536, "gfx90a")),
+    ],
 )
-def test_what_a_gpu_has(monkeypatch, said, shared):
-    properties = SimpleNamespace(multi_processor_count=78, major=9, **said)
+def test_what_a_gpu_has(monkeypatch, said, hip, found):
+    properties = SimpleNamespace(multi_processor_count=78, major=7, **said)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert gpu.__wrapped__(torch.device("cuda:0")) == (78, shared, True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert gpu.__wrapped__(torch.device("cuda:0")) == found
 
 
 def test_a_plan_holds_no_tensors():
