@@ -226,13 +226,7 @@ struct GradKeysShared {
 template <class T, int QT, bool vectors>
 struct GradKeysTask : KeysTask<T, QT, vectors> {
   using Base = KeysTask<T, QT, vectors>;
-  using Base::b;
-  using Base::columns;
-  using Base::j0;
-  using Base::lane;
-  using Base::n;
-  using Base::p;
-  using Base::warp;
+  using Base::b, Base::columns, Base::j0, Base::lane, Base::n, Base::p, Base::warp;
   const GradKeys& g;
   const GradKeysShared<T, QT> mine;
 

@@ -26,31 +26,10 @@ namespace bahdanau_fast::gpu {
 template <class T, int QT, int floats, bool vectors>
 struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
   using Base = DecodeBlock<T, QT, floats, vectors>;
-  using Base::b;
-  using Base::c0;
-  using Base::columns;
-  using Base::count;
-  using Base::d;
-  using Base::each;
-  using Base::fill;
-  using Base::first_of;
-  using Base::half_w;
-  using Base::i0;
-  using Base::j0;
-  using Base::keys;
-  using Base::KU;
-  using Base::lane;
-  using Base::mine;
-  using Base::N;
-  using Base::n;
-  using Base::p;
-  using Base::piece;
-  using Base::s;
-  using Base::sizes;
-  using Base::stage;
-  using Base::U;
-  using Base::uniform;
-  using Base::warp;
+  using Base::b, Base::c0, Base::columns, Base::count, Base::d, Base::each, Base::fill,
+      Base::first_of, Base::half_w, Base::i0, Base::j0, Base::keys, Base::KU, Base::lane,
+      Base::mine, Base::N, Base::n, Base::p, Base::piece, Base::s, Base::sizes, Base::stage,
+      Base::U, Base::uniform, Base::warp;
   using typename Base::Sizes;
 
   __device__ explicit DecodeTask(const DecodeForward& all) : Base(all) {}

@@ -48,14 +48,7 @@ struct GradValuesShared {
 template <class T, int QT, bool vectors>
 struct GradValuesTask : KeysTask<T, QT, vectors> {
   using Base = KeysTask<T, QT, vectors>;
-  using Base::b;
-  using Base::count;
-  using Base::j0;
-  using Base::lane;
-  using Base::n;
-  using Base::p;
-  using Base::U;
-  using Base::warp;
+  using Base::b, Base::count, Base::j0, Base::lane, Base::n, Base::p, Base::U, Base::warp;
   static constexpr int KV = QT == 1 ? 4 : 2;  // values of a warp at a time, as registers allow
   const GradValues& g;
   const GradValuesShared<T, QT> mine;

@@ -11,12 +11,7 @@ namespace bahdanau_fast::gpu {
 template <class T, bool lstm>
 struct PersistentBackwardTask : PersistentBlock<T> {
   using Base = PersistentBlock<T>;
-  using Base::own_at;
-  using Base::p;
-  using Base::plan;
-  using Base::rank;
-  using Base::row0;
-  using Base::rows;
+  using Base::own_at, Base::p, Base::plan, Base::rank, Base::row0, Base::rows;
   static constexpr int kState = 0, kCell = 1;  // gradients
   const DecoderBackward& g;
 

@@ -10,12 +10,7 @@ namespace bahdanau_fast::gpu {
 template <class T, bool lstm>
 struct PersistentForwardTask : PersistentBlock<T> {
   using Base = PersistentBlock<T>;
-  using Base::own_at;
-  using Base::p;
-  using Base::plan;
-  using Base::rank;
-  using Base::row0;
-  using Base::rows;
+  using Base::own_at, Base::p, Base::plan, Base::rank, Base::row0, Base::rows;
   static constexpr int G = lstm ? 4 : 3, kState = 4, kCell = 5;
   const DecoderForward& f;
 
