@@ -29,7 +29,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
-#: Bytes of shared memory that a block may have there, by the CUDA C++ Programming Guide.
+#: Bytes of shared memory that a block may have there, by NVIDIA's and AMD's tables of their GPUs.
 SHARED = {
     "sm_75": 64 << 10,
     "sm_80": 163 << 10,
@@ -37,7 +37,7 @@ SHARED = {
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
 }
-SHARED |= dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx1100"), 64 << 10)
+SHARED |= dict.fromkeys(("gfx90a", "gfx942", "gfx1100"), 64 << 10) | {"gfx950": 160 << 10}
 
 
 @functools.cache
