@@ -213,7 +213,8 @@ def decide_decoder(
     dtype: torch.dtype,
     projected_keys: Tensor,
     values: Tensor,
-    cells: tuple[bool, int, int],
+    cells: tuple[bool, int, int, int],
+    steps: int,
     tokens: tuple[int, int] = (0, 0),
 ) -> tuple[str | None, torch.dtype | None, str]:
     """What :func:`route.route_decoder` says of a decoder, the backend in front of its words.
@@ -223,19 +224,20 @@ def decide_decoder(
         dtype: of the inputs.
         projected_keys: (B,Tk,F).
         values: (B,Tk,Dv).
-        cells: whether they are an LSTM's, layers and H.
+        cells: whether they are an LSTM's, layers, H and the size of what goes into the first.
+        steps: of given inputs, else 0.
         tokens: how many there are, and the most that are written to a row; none if inputs are
             given.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
-    (lstm, layers, units), device = cells, values.device
+    (lstm, layers, units, below), device = cells, values.device
+    records = torch.is_grad_enabled() and not tokens[0]
 
     def problem() -> str | None:
         sizes = projected_keys.shape[2], values.shape[2], units
         given = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
-        records = torch.is_grad_enabled() and not tokens[0]
         return availability.one_launch_problem(device, lstm, records, given)
 
     step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
@@ -253,6 +255,10 @@ def decide_decoder(
         traced=torch.compiler.is_compiling(),
         plain_only=checks.in_transform(),
         layers=layers,
+        records=records,
+        steps=steps,
+        batch=values.shape[0],
+        recurrent_weights=(4 if lstm else 3) * units * (below + (2 * layers - 1) * units),
         problem=problem,
     )
     loop, found, why = route_decoder(facts)

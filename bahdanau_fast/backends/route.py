@@ -39,6 +39,10 @@ STEP_ROWS, STEP_WORK = 8, 1 << 20
 TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
 # Elements of the keys from which on the projection of unchanged keys is remembered.
 REUSE_ELEMENTS = 513
+# Elements of a decoder's recurrent weights from which on one operator, which puts them in order and
+# packs them at each call, takes longer for a single step with gradients, or for few steps without:
+# up to so many, or fewer rows of all steps.
+ORDERED_WEIGHTS, FEW_STEPS, FEW_STEP_ROWS = 1 << 19, 3, 8
 
 # On GPUs one launch serves up to so many queries per row of the batch, hidden units and features of
 # the values. CUDA C++ serves these calls alone.
@@ -255,6 +259,10 @@ class DecoderFacts(NamedTuple):
     traced: bool
     plain_only: bool
     layers: int
+    records: bool  # as in Facts
+    steps: int  # 0 where tokens are written until they end
+    batch: int
+    recurrent_weights: int  # elements
     # What the CUDA extension has against one launch; asked if nothing else is against it.
     problem: Callable[[], str | None]
 
@@ -277,6 +285,7 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
         (bool(others), "dtypes differ"),
         (of_cpu and dtype.itemsize < 4, f"no operator takes {dtype} on a CPU"),
         (facts.empty, "there is nothing to compute"),
+        (of_cpu and _has_few_steps(facts), "so few take less time than weights put in order"),
         (not facts.plain, "a layer is more than its parameters"),
     )
     if why is not None:
@@ -292,6 +301,14 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
     if why is None:
         return None, dtype, "one launch: all that a step needs stays on the GPU"
     return facts.backend, dtype, f"a loop of launches, no layer called; not one launch: {why}"
+
+
+def _has_few_steps(facts: DecoderFacts) -> bool:
+    large = facts.recurrent_weights >= ORDERED_WEIGHTS
+    if facts.records or facts.steps == 1:
+        return facts.steps == 1 and (large or not facts.records)
+    few = facts.steps <= FEW_STEPS or facts.steps * facts.batch < FEW_STEP_ROWS
+    return large and few and facts.steps > 0
 
 
 def _first(*against: tuple[bool, str]) -> str | None:

@@ -96,7 +96,7 @@ def _decode_given(
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None,
 ) -> Sequence:
     if step is None:
-        loop, dtype = _operator(attention, rnn, inputs.dtype, memory)[:2]
+        loop, dtype = _operator(attention, rnn, inputs.dtype, memory, len(inputs))[:2]
         if dtype is not None:
             return _decode(loop, dtype, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
@@ -131,7 +131,7 @@ def decode_greedily(
     ):
         return None
     tokens = len(embedding.weight), max_steps
-    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, tokens)[:2]
+    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, 0, tokens)[:2]
     if dtype is None:
         return None
     of, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
@@ -142,7 +142,7 @@ def decode_greedily(
 
 def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
     """How all steps of inputs (T,B,E) would be computed, and why."""
-    return _operator(attention, rnn, inputs.dtype, memory)[2]
+    return _operator(attention, rnn, inputs.dtype, memory, len(inputs))[2]
 
 
 def _operator(
@@ -150,6 +150,7 @@ def _operator(
     rnn: nn.Module,
     dtype: torch.dtype,
     memory: Memory,
+    steps: int,
     tokens: tuple[int, int] = (0, 0),
 ) -> tuple[str | None, torch.dtype | None, str]:
     """As :func:`backends.decide_decoder`."""
@@ -165,9 +166,11 @@ def _operator(
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    cells = (type(rnn) is nn.LSTM, rnn.num_layers, rnn.hidden_size) if plain else (False, 0, 0)
+    cells = False, 0, 0, 0
+    if plain:
+        cells = type(rnn) is nn.LSTM, rnn.num_layers, rnn.hidden_size, rnn.input_size  # type: ignore[assignment]
     keys, values = memory.projected.keys, memory.values
-    return backends.decide_decoder(plain, dtype, keys, values, cells, tokens)  # type: ignore[arg-type]
+    return backends.decide_decoder(plain, dtype, keys, values, cells, steps, tokens)
 
 
 def _inputs(

@@ -20,9 +20,14 @@ FACTS = DecoderFacts(
     traced=False,
     plain_only=False,
     layers=1,
+    records=True,
+    steps=7,
+    batch=2,
+    recurrent_weights=1 << 20,
     problem=lambda: None,
 )
 ON_CPU = {"backend": "cpu", "device": "cpu"}
+SHORT = ON_CPU | {"dtypes": {FP32}}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +47,16 @@ ON_CPU = {"backend": "cpu", "device": "cpu"}
         (ON_CPU | {"dtypes": {FP32}}, None, FP32, "one operator"),
         (ON_CPU, None, None, "step by step: .*bfloat16 on a CPU"),
         (ON_CPU | {"autocast": True}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 2}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1, "recurrent_weights": 1000}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1, "recurrent_weights": 1000, "records": False}, None, None, "step by"),
+        (SHORT | {"steps": 3, "records": False}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 4, "records": False}, None, FP32, "one operator"),
+        (SHORT | {"steps": 7, "batch": 1, "records": False}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 3, "recurrent_weights": 1000, "records": False}, None, FP32, "one op"),
+        (SHORT | {"steps": 0, "records": False}, None, FP32, "one operator"),
+        ({"steps": 1}, None, BF16, "one launch"),
     ],
 )
 def test_what_decides(change, loop, dtype, why):
