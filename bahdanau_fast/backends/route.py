@@ -305,10 +305,10 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
 
 def _has_few_steps(facts: DecoderFacts) -> bool:
     large = facts.recurrent_weights >= ORDERED_WEIGHTS
-    if facts.records or facts.steps == 1:
-        return facts.steps == 1 and (large or not facts.records)
+    if facts.steps == 1:
+        return large or not facts.records
     few = facts.steps <= FEW_STEPS or facts.steps * facts.batch < FEW_STEP_ROWS
-    return large and few and facts.steps > 0
+    return large and few and facts.steps > 0 and not facts.records
 
 
 def _first(*against: tuple[bool, str]) -> str | None:

@@ -143,7 +143,7 @@ def _greedy(cls: Cell, dtype: torch.dtype) -> Experiment:
         f"{cls.__name__} writes tokens",
         dtype,
         lambda backend, device: judged_tokens(cls, backend, dtype, device),
-        partial(_absent, decoder(cls), dtype, _ONE),
+        partial(_absent, decoder(cls), dtype, _ONE),  # type: ignore[arg-type]  # of a cache
     )
 
 

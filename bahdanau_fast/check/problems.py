@@ -7,6 +7,7 @@ run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -158,6 +159,7 @@ def _numbers(
     return {name: x for name, x in named if "cell" not in name or cls is AttentionLSTM}
 
 
+@functools.cache
 def decoder(cls: Cell) -> Problem:
     """All steps of a decoder, of given inputs."""
     state = ("hidden", "cell") if cls is AttentionLSTM else ("hidden",)

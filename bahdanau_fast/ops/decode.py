@@ -86,7 +86,7 @@ def decode(of: DecoderInputs, rest: Rest, dtypes: Dtypes, loop: str | None = Non
 
 
 def _arranged(of: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; no graph records how it is made."""
+    """What the operators take; on a GPU no graph records how it is made."""
     if of.keys.is_cpu:
         return of.arranged(dtype, partial(join, dtype))
     copies = Copies(dtype)
@@ -111,11 +111,10 @@ def decode_greedily(
     choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
     with torch.no_grad(), without_autocast(of.keys.device):
+        a = _arranged(of if loop is not None else of.padded(), dtype)
         if loop is not None:
-            a = _arranged(of, dtype)
             with torch._C._AutoDispatchBelowAutograd():
                 return decode_on_gpu.write(loop, a, rest, dense, left_out, marks, max_steps)
-        a = _arranged(of.padded(), dtype)
         if not a.keys.is_cpu:
             dense, left_out = decode_on_gpu.without(left_out, dense, a.hidden.shape[2]), []
         tokens, weights = decode_greedy.now(

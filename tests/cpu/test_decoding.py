@@ -1,14 +1,11 @@
 """The operators that decode a whole sequence."""
 
-from functools import partial
-
 import pytest
 import torch
 from decoders import CELLS, EXACT, B, H, T, call, given, layer
 from opchecked import opcheck
 
 from bahdanau_fast.ops import decode
-from bahdanau_fast.ops.decode_arguments import join
 
 ops = torch.ops.bahdanau_fast
 
@@ -43,7 +40,7 @@ def each(of, change):
 
 
 def by_steps(of, rest):
-    return decode.by_steps(of.arranged(of.keys.dtype, partial(join, of.keys.dtype)), rest)
+    return decode.by_steps(decode._arranged(of, of.keys.dtype), rest)
 
 
 def by_operator(of, rest):

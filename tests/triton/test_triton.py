@@ -3,6 +3,7 @@
 The interpreter has to be asked for before Python starts: these tests run in processes of their own.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -71,6 +72,7 @@ def gpus(monkeypatch):
             (availability, "_does_not_run", lambda: None),
             (availability, "cuda_problem", availability.cuda_problem.__wrapped__),
             (availability, "triton_problem", availability.triton_problem.__wrapped__),
+            (availability, "_is_too_old", functools.cache(availability._is_too_old.__wrapped__)),
         ):
             monkeypatch.setattr(place, name, value)
 
