@@ -32,7 +32,15 @@ from bahdanau_fast import checks, reference
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attention import attend_backward_keys, needs_of
 from bahdanau_fast.ops.context import without_autocast
-from bahdanau_fast.ops.decode_arguments import Arguments, Copies, DecoderInputs, Rest, join
+from bahdanau_fast.ops.decode_arguments import (
+    Arguments,
+    DecoderInputs,
+    Dtypes,
+    Rest,
+    arranged,
+    in_dtypes_of,
+    join,
+)
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
 from bahdanau_fast.ops.second_derivatives import differentiate_again
@@ -58,14 +66,6 @@ class Decoded(NamedTuple):
     weights: Tensor  # (T,B,Tk), fp64 for fp64 and else fp32
 
 
-class Dtypes(NamedTuple):
-    """Of a decoder."""
-
-    operators: torch.dtype
-    states: torch.dtype  # of the results; likewise the next one
-    weights: torch.dtype
-
-
 def decode(of: DecoderInputs, rest: Rest, dtypes: Dtypes, loop: str | None = None) -> Decoded:
     """All steps, forward and backward: the operators, or a loop in which a backend attends."""
     units = of.hidden.shape[2]
@@ -77,22 +77,12 @@ def decode(of: DecoderInputs, rest: Rest, dtypes: Dtypes, loop: str | None = Non
             layers = len(of.layers)
             found = Decoded(*_Decode.apply(rest, dtypes, loop, layers, *tensors))  # type: ignore[no-untyped-call]
         else:
-            results = _forward(_arranged(of, dtypes.operators), rest, loop, keep=False)
+            results = _forward(arranged(of, dtypes.operators), rest, loop, keep=False)
             found = _decoded(results, dtypes)
     if of.hidden.shape[2] == units:
         return found
     features, hidden, cell = (x[..., :units] for x in found[:3])
     return Decoded(features, hidden, cell, found.weights)
-
-
-def _arranged(of: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; on a GPU no graph records how it is made."""
-    if of.keys.is_cpu:
-        return of.arranged(dtype, partial(join, dtype))
-    copies = Copies(dtype)
-    arguments = of.arranged(dtype, copies)
-    copies.fill()
-    return arguments
 
 
 def decode_greedily(
@@ -111,7 +101,7 @@ def decode_greedily(
     choose; ``marks`` the first input, the token that ends a row, and the padding after it.
     """
     with torch.no_grad(), without_autocast(of.keys.device):
-        a = _arranged(of if loop is not None else of.padded(), dtype)
+        a = arranged(of if loop is not None else of.padded(), dtype)
         if loop is not None:
             with torch._C._AutoDispatchBelowAutograd():
                 return decode_on_gpu.write(loop, a, rest, dense, left_out, marks, max_steps)
@@ -199,7 +189,7 @@ class _Decode(torch.autograd.Function):
     def forward(
         ctx: Any, rest: Rest, dtypes: Dtypes, loop: str | None, layers: int, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        arguments = _arranged(DecoderInputs.of_flat(tensors, layers), dtypes.operators)
+        arguments = arranged(DecoderInputs.of_flat(tensors, layers), dtypes.operators)
         results = _forward(arguments, rest, loop, keep=True)
         decoded = _decoded(results, dtypes)
         ctx.save_for_backward(*tensors, *arguments, *rest[:-1], *results, decoded.weights)
@@ -222,22 +212,7 @@ class _Decode(torch.autograd.Function):
             of = DecoderInputs.of_flat(needed, ctx.layers)
             found = _gradients(arguments, rest, saved[-7:], grads, of, ctx.loop).flat()
         wanted = [grad if need else None for grad, need in zip(found, needed, strict=True)]
-        return (*[None] * 4, *_in_dtypes_of(tensors, wanted))
-
-
-def _in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
-    """Gradients in the dtypes of what they are of; those of one dtype in one launch."""
-    others = {
-        i: x.dtype
-        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))
-        if grad is not None and grad.dtype != x.dtype
-    }
-    for dtype in {*others.values()}:
-        copies = Copies(dtype)
-        for i in [i for i, of in others.items() if of == dtype]:
-            grads[i] = copies(grads[i])
-        copies.fill()
-    return grads
+        return (*[None] * 4, *in_dtypes_of(tensors, wanted))
 
 
 def _gradients_again(

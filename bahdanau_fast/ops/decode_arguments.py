@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Arguments", "Copies", "DecoderInputs", "Rest", "join", "padded"]
+__all__ = [
+    "Arguments",
+    "Copies",
+    "DecoderInputs",
+    "Dtypes",
+    "Rest",
+    "arranged",
+    "in_dtypes_of",
+    "join",
+    "padded",
+]
 
 #: Rows of a new tensor: those of another, or a sum of two.
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -183,6 +194,39 @@ class Copies:
             torch._foreach_copy_(self._targets, self._sources)
         for target, more in self._added:
             target.add_(more)
+
+
+def arranged(of: DecoderInputs, dtype: torch.dtype) -> Arguments:
+    """What the operators take; on a GPU no graph records how it is made."""
+    if of.keys.is_cpu:
+        return of.arranged(dtype, partial(join, dtype))
+    copies = Copies(dtype)
+    arguments = of.arranged(dtype, copies)
+    copies.fill()
+    return arguments
+
+
+def in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
+    """Gradients in the dtypes of what they are of; those of one dtype in one launch."""
+    others = {
+        i: x.dtype
+        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))
+        if grad is not None and grad.dtype != x.dtype
+    }
+    for dtype in {*others.values()}:
+        copies = Copies(dtype)
+        for i in [i for i, of in others.items() if of == dtype]:
+            grads[i] = copies(grads[i])
+        copies.fill()
+    return grads
+
+
+class Dtypes(NamedTuple):
+    """Of a decoder."""
+
+    operators: torch.dtype
+    states: torch.dtype  # of the results; likewise the next one
+    weights: torch.dtype
 
 
 class Rest(NamedTuple):

@@ -40,7 +40,7 @@ def each(of, change):
 
 
 def by_steps(of, rest):
-    return decode.by_steps(decode._arranged(of, of.keys.dtype), rest)
+    return decode.by_steps(decode.arranged(of, of.keys.dtype), rest)
 
 
 def by_operator(of, rest):
@@ -50,7 +50,7 @@ def by_operator(of, rest):
 def arguments(cls, layers=2, dtype=torch.float32, **options):
     """Arguments of the operator, as the layer makes them."""
     of, rest = inputs_of(cls, layers, dtype, **options)
-    return decode._arranged(of, dtype), rest
+    return decode.arranged(of, dtype), rest
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_gates_of_any_size(cls, dtype):
     # exp(-gate) overflows for some of them, and is zero for others.
     of, rest = inputs_of(cls, 1, dtype)
     of = of._replace(inputs=1e3 * of.inputs)
-    assert float(decode._input_gates(decode._arranged(of, dtype)).abs().max()) > 800
+    assert float(decode._input_gates(decode.arranged(of, dtype)).abs().max()) > 800
     got, expected = by_operator(of, rest), by_steps(of, rest)
     torch.testing.assert_close(got, expected)
 

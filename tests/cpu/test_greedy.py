@@ -119,7 +119,7 @@ def arguments(layers=2, dtype=torch.float32):
         decoder = translator.decoder
         embedding = decoder.embedding.weight
         of, _ = _inputs(dtype, decoder.attention, decoder.rnn, embedding, state[1], memory)
-        made = decode._arranged(of, dtype)._asdict()
+        made = decode.arranged(of, dtype)._asdict()
     made = {
         **{"embedding": made.pop("inputs"), "w_embedded": made.pop("w_inputs"), **made},
         **{"table": None, "keys_max": None, "valid_lens": lens, "mask": None},
