@@ -126,7 +126,7 @@ class _AttentionRNN(KeepsWeights):
             checks.reject(TypeError, "exactly one of keys and memory", "be given", got)
         if memory is None:
             assert keys is not None
-            memory = self.attention.memory(keys, values, valid_lens)
+            memory = self.attention._memory(keys, values, valid_lens, shared=False)
         if memory.batch is not None:
             checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
         checks.rows("inputs", inputs)

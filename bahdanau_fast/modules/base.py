@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,15 +77,32 @@ class Attention(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
+        return self._memory(keys, values, valid_lens, mask)
+
+    def _memory(
+        self,
+        keys: Tensor,
+        values: Tensor | None,
+        valid_lens: Tensor | None,
+        mask: Tensor | None = None,
+        shared: bool = True,
+    ) -> Memory:
+        """As :meth:`memory`; unless ``shared``, for one operator, or for :meth:`_shared`."""
         values = keys if values is None else values
         keys, values, valid_lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
         mask = checks.keys_and_values(keys, values, valid_lens, mask)
-        projected, maker = self._projected(keys, values)
+        projected, maker = self._projected(keys, values, shared)
         return Memory(projected, values, valid_lens, mask, maker, batch)
 
-    def _projected(self, keys: Tensor, values: Tensor) -> tuple[ProjectedKeys, Maker | None]:
+    def _projected(
+        self, keys: Tensor, values: Tensor, shared: bool
+    ) -> tuple[ProjectedKeys, Maker | None]:
         """Keys as the calls on a memory take them, with these values."""
         return ProjectedKeys(keys), None
+
+    def _shared(self, memory: Memory) -> Memory:
+        """A memory, for calls that share one node of the graph."""
+        return memory
 
 
 class Additive(Attention):
@@ -137,7 +155,9 @@ class Additive(Attention):
         slope = f", negative_slope={self.negative_slope}" * (self.activation == "leaky_relu")
         return f"bias={self.bias is not None}, activation={self.activation!r}{slope}"
 
-    def _projected(self, keys: Tensor, values: Tensor) -> tuple[ProjectedKeys, Maker | None]:
+    def _projected(
+        self, keys: Tensor, values: Tensor, shared: bool
+    ) -> tuple[ProjectedKeys, Maker | None]:
         self._draw(None, keys)
         layer = self._modules[self._key_layer]
         check_features("keys", keys, layer)
@@ -145,21 +165,32 @@ class Additive(Attention):
             checks.same_kind("keys", keys, "the module's bias", self.bias)
         backend = backends.resolve(keys.device, dtype=keys.dtype)
         weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
-        if torch.compiler.is_compiling() or not may_share(keys, weight, self.bias):
-            own, backwards, weight = apply_layer(layer, keys, self.bias), None, None
-        else:
+        backwards = token = None
+        shared = shared or not self._reads_table
+        if shared and not torch.compiler.is_compiling() and may_share(keys, weight, self.bias):
             assert weight is not None
             backwards = PendingBackwards()
-            own, _ = shared_linear(keys, weight, self.bias, backwards)
-        token = None if backwards is None else backwards.begin()
-        if w_v is None:  # attend will call the scoring layer instead of a kernel
-            projected = ProjectedKeys(own, None, None, None, backwards, token)
+            projected_keys, _ = shared_linear(keys, weight, self.bias, backwards)
+            token = backwards.begin()
         else:
-            projected = project(own, self._reads_table and backends.keeps_table(backend, own))
-            projected = projected._replace(backwards=backwards, token=token)
-            if self._reads_table or (backwards is not None and backend == "cpu"):
-                projected = projected.share(values, w_v, self._reads_table)
+            projected_keys, weight = apply_layer(layer, keys, self.bias), None
+        # Without the scoring layer's weight, attend will call that layer instead of a kernel.
+        reads_table = self._reads_table and w_v is not None
+        projected = project(
+            projected_keys, reads_table and backends.keeps_table(backend, projected_keys)
+        )
+        projected = projected._replace(backwards=backwards, token=token)
+        if not shared:
+            return projected, None
+        if w_v is not None and (reads_table or (backwards is not None and backend == "cpu")):
+            projected = projected.share(values, w_v, reads_table)
         return projected, Maker.of(self, weight if backend == "cpu" else None, self.bias)
+
+    def _shared(self, memory: Memory) -> Memory:
+        w_v = plain_weight(self._modules[self._score_layer])
+        if w_v is None or not self._reads_table or memory.projected.shared is not None:
+            return memory
+        return replace(memory, projected=memory.projected.share(memory.values, w_v))
 
     def _on_memory(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Call:
         """The call of some queries on a memory, which has to be this module's and fit them."""

@@ -100,6 +100,8 @@ def _decode_given(
         if dtype is not None:
             return _decode(loop, dtype, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
+        if memory.maker is None:
+            memory = attention._shared(memory)
     features, weights = [], []
     for of_step in inputs.unbind(0):
         feature, looked, hidden = step(of_step, hidden, memory)
@@ -184,7 +186,6 @@ def _inputs(
     """What all steps take, without dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     lens = memory.valid_lens
-    # The shared node is not needed: one operator sums the gradients of all steps anyway.
     projected = memory.projected
     if projected.keys.dtype is not dtype:
         projected = project(projected.keys.to(dtype), projected.table is not None)
