@@ -310,29 +310,29 @@ def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
     return {"BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": 4}
 
 
-# Rows of gradients of scores have a multiple of as many, so that `grad_waves_kernel` reads them in
-# vectors; as many rows it takes at most.
+# Rows of gradients of scores have a multiple of as many, so that `grad_fourier_kernel` reads them
+# in vectors; as many rows it takes at most.
 # measured: gpu-h200.csv, "tiles of 128: (16,512,512,512), backward, bfloat16" takes less than
 # "tiles of 64: (16,512,512,512), backward, bfloat16".
 WHOLE_TILES = 128
-# The waves of a row itself cost as much as products with so many others, and a product a share of
-# what `grad_tanh_kernel` takes for two.
+# The sinusoids of a row itself cost as much as products with so many others, and a product a share
+# of what `grad_tanh_kernel` takes for two.
 # measured: gpu-h200.csv, "waves: (64,128,128,512), backward, bfloat16" and
 # "waves: (16,512,512,512), backward, bfloat16", beside "tanh: (64,128,128,512), backward, bfloat16"
 # and "tanh: (16,512,512,512), backward, bfloat16"; "waves: (16,64,512,512), backward, bfloat16" and
 # "waves: (64,100,100,512), backward, bfloat16" keep to it.
-_OWN_WAVES, _TANH_PER_WAVES = 256, 3.75
+_SINUSOIDS_OF_ROW, _TANH_PER_FOURIER = 256, 3.75
 
 
-def pays_by_waves(queries_len: int, keys_len: int) -> bool:
-    """Whether `grad_waves_kernel` is faster than `grad_tanh_kernel` in both of its passes."""
+def pays_by_fourier(queries_len: int, keys_len: int) -> bool:
+    """Whether `grad_fourier_kernel` is faster than `grad_tanh_kernel` in both of its passes."""
     of_queries, of_keys = (-(-n // 64) * 64 for n in (queries_len, keys_len))
-    products = 2 * of_queries * of_keys + _OWN_WAVES * (of_queries + of_keys)
-    return products <= 2 * _TANH_PER_WAVES * queries_len * keys_len
+    products = 2 * of_queries * of_keys + _SINUSOIDS_OF_ROW * (of_queries + of_keys)
+    return products <= 2 * _TANH_PER_FOURIER * queries_len * keys_len
 
 
-def grad_waves(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
-    """Of `grad_waves_kernel`: up to 128 rows, 64 others and 64 waves, 4 units'; twice on Hopper.
+def grad_fourier(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
+    """Of `grad_fourier_kernel`: up to 128 rows, 64 others, 64 sinusoids of 4 units; Hopper: of 8.
 
     There that is the fastest (gpu-h200.csv, "waves of 8 units, ..."); elsewhere it takes too many
     registers.

@@ -83,7 +83,7 @@ class TritonPtx(PtxCalls):
             patch.object(
                 call, "gpu", lambda _: plans.Gpu(self.multiprocessors, SHARED[target], target)
             ),
-            patch.object(plans, "pays_by_waves", return_value=True),  # of few as of many
+            patch.object(plans, "pays_by_fourier", return_value=True),  # of few as of many
             patch.object(torch, "empty", _empty),
         ):
             yield

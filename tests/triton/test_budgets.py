@@ -48,7 +48,7 @@ def test_every_kernel_fits_and_nothing_spills(run):
     target, dtype, kernels = run
     tanh = {"tables", "grad_tanh"}
     if dtype != torch.float32 and plans.Gpu(132, SHARED[target], target).halves:
-        tanh |= {"terms", "terms_scores", "grad_waves"}
+        tanh |= {"terms", "terms_scores", "grad_fourier"}
     else:
         tanh |= {"scores", *(["grad_values"] if dtype == torch.float32 else [])}
     assert {kernel.name for kernel in kernels} - {"lengths", "combine"} == KERNELS | tanh
@@ -86,8 +86,8 @@ def test_many_queries_take_an_eighth_of_a_reciprocal(run):
 
 
 def test_gradients_of_many_queries_take_two_instructions_each(run):
-    for kernel in of_half_types_on_sm_90(run, "grad_waves"):
-        if kernel.sizes["BLOCK_R"] < 128:  # waves are made anew for fewer rows
+    for kernel in of_half_types_on_sm_90(run, "grad_fourier"):
+        if kernel.sizes["BLOCK_R"] < 128:  # sinusoids are made anew for fewer rows
             continue
         elements = 128 * kernel.sizes["BLOCK_O"] * kernel.sizes["BLOCK_H"] / (32 * kernel.warps)
         products = [block for block in blocks(kernel.sass) if block.count("HGMMA")]

@@ -220,7 +220,7 @@ def drawn_launches(calls, again):
 
 @pytest.mark.parametrize("many", [1, pytest.param(20, marks=pytest.mark.deep)])
 def test_a_repeated_call_launches_what_the_first_did(monkeypatch, many):
-    monkeypatch.setattr(plans, "pays_by_waves", lambda queries, keys: min(queries, keys) > 16)
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda queries, keys: min(queries, keys) > 16)
     calls = [*itertools.product(range(12 * many), range(40))] * 3
     random.Random(many).shuffle(calls)
     plan = launch.Recorder.plan
@@ -336,12 +336,12 @@ def test_many_queries_take_few_launches():
         assert [name for name, *_ in launches] == before + names
 
 
-@pytest.mark.parametrize("by_waves", [True, False])
-def test_gradients_of_many_queries_take_few_launches(by_waves):
-    with noted() as launches, patch.object(plans, "pays_by_waves", return_value=by_waves):
+@pytest.mark.parametrize("by_fourier", [True, False])
+def test_gradients_of_many_queries_take_few_launches(by_fourier):
+    with noted() as launches, patch.object(plans, "pays_by_fourier", return_value=by_fourier):
         call(attention_backward, **backward_of(large(17)))
-    names = ["grad_weights", "grad_softmax", "grad_waves", "step_sums", "grad_waves"]
-    if not by_waves:
+    names = ["grad_weights", "grad_softmax", "grad_fourier", "step_sums", "grad_fourier"]
+    if not by_fourier:
         names[2:] = ["tables", "grad_tanh", "step_sums", "tables", "grad_tanh"]
     assert [name for name, *_ in launches] == [f"{name}_kernel" for name in names]
 
@@ -349,11 +349,11 @@ def test_gradients_of_many_queries_take_few_launches(by_waves):
 @pytest.mark.parametrize("off", ["terms", "waves"])
 def test_what_is_off_is_tanh(off, monkeypatch):
     monkeypatch.setattr(switches, "OFF", frozenset((off,)))
-    with noted() as launches, patch.object(plans, "pays_by_waves", return_value=True):
+    with noted() as launches, patch.object(plans, "pays_by_fourier", return_value=True):
         call(attention, **large(17))
         call(attention_backward, **backward_of(large(17)))
     names = {name.removesuffix("_kernel") for name, *_ in launches}
-    assert ("terms" in names, "grad_waves" in names) == (off != "terms", off != "waves")
+    assert ("terms" in names, "grad_fourier" in names) == (off != "terms", off != "waves")
     assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
 
 
@@ -394,7 +394,7 @@ def test_experiments_of_a_check_reach_their_family(family, checked, monkeypatch)
             each.judge("triton", "cpu")
             kept = [plan for plan in launch.plans.values() if plan]
         names = {name.removesuffix("_kernel") for name, *_ in launches}
-        assert ("terms_scores" in names, "grad_waves" in names, bool(kept)) == (
+        assert ("terms_scores" in names, "grad_fourier" in names, bool(kept)) == (
             family == "terms", family == "waves", family == "kept-launches",
         ), each.name  # fmt: skip
         if "step" in each.name:
@@ -410,10 +410,10 @@ def test_no_launch_is_kept_where_that_is_off(monkeypatch):
     assert launch.plans == {}
 
 
-def test_waves_are_for_long_sequences():
+def test_fourier_sums_are_for_long_sequences():
     """Of short ones they are made for too few gradients each."""
     sizes = itertools.combinations_with_replacement((17, 34, 64, 100, 128, 512), 2)
-    taken = [each for each in sizes if plans.pays_by_waves(*each)]
+    taken = [each for each in sizes if plans.pays_by_fourier(*each)]
     assert taken == [(64, 512), (100, 512), (128, 128), (128, 512), (512, 512)]
 
 

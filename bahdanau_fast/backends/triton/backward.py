@@ -16,13 +16,13 @@ from bahdanau_fast.kernels.backward import (
     grad_values_kernel,
     grad_weights_kernel,
 )
+from bahdanau_fast.kernels.grad_fourier import grad_fourier_kernel
 from bahdanau_fast.kernels.grad_step import (
     step_keys_kernel,
     step_sums_kernel,
     step_values_kernel,
 )
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
-from bahdanau_fast.kernels.grad_waves import grad_waves_kernel
 from bahdanau_fast.ops.attention import NEED
 
 __all__ = ["attend_scores_backward", "attention_backward"]
@@ -216,8 +216,8 @@ def _of_many(call: Call, grads: _Gradients) -> None:
     grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
-    by_waves = call.by_products and not switches.is_off("waves")
-    if by_waves and plans.pays_by_waves(usual(call.queries_len), usual(call.keys_len)):
+    by_fourier = call.by_products and not switches.is_off("waves")
+    if by_fourier and plans.pays_by_fourier(usual(call.queries_len), usual(call.keys_len)):
         padded = -(-call.keys_len // plans.WHOLE_TILES) * plans.WHOLE_TILES
         grad_scores = call.steps.new(*shape[:2], padded, dtype=call.dtype)
     rows, plan = call.batch * call.queries_len, plans.grad_softmax(usual(call.keys_len))
@@ -240,9 +240,9 @@ def _longest(lens: Tensor) -> Tensor:
 def _grad_tanh(
     call: Call, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
 ) -> None:
-    """Fill the gradients of queries, keys and w_v that are needed, from 16 bits by waves.
+    """Fill the gradients of queries, keys and w_v that are needed, from 16 bits by Fourier sums.
 
-    That of w_v is made with the keys: how waves of a query are rounded adds up to nothing there.
+    That of w_v is made with the keys: roundings of a query's sinusoids add up to nothing there.
     """
     of_keys, table = grads.keys is not None or grads.w_v is not None, None
     if grad_scores.dtype != torch.float32:
@@ -281,7 +281,7 @@ def _pass(
         units = 2 * blocks["BLOCK_H"]
     else:
         lengths_of = usual(rows_len), usual(others_len)
-        kernel, blocks = grad_waves_kernel, plans.grad_waves(*lengths_of, call.gpu)
+        kernel, blocks = grad_fourier_kernel, plans.grad_fourier(*lengths_of, call.gpu)
         units = blocks["BLOCK_H"]
     row_blocks, hidden_blocks = -(-rows_len // blocks["BLOCK_R"]), -(-call.hidden // units)
     if grad_w is not None:

@@ -73,8 +73,8 @@ def _backends(name: str, calls: list[Call], size: Callable[[Call], float]) -> Sw
 def _tiles(function: str, calls: list[Call], names: str, *tiles: tuple[int, ...]) -> Sweep:
     found = [dict(zip(names.split(), of, strict=True)) for of in tiles]
     labels = (", ".join(f"{name} {n}" for name, n in tile.items()) for tile in found)
-    # By waves, also where a dry run makes calls small.
-    ways = (Way("triton", {function: tile, "_TANH_PER_WAVES": ALL}) for tile in found)
+    # By Fourier sums, also where a dry run makes calls small.
+    ways = (Way("triton", {function: tile, "_TANH_PER_FOURIER": ALL}) for tile in found)
     return Sweep(function, calls, dict(zip(labels, ways, strict=True)))
 
 
@@ -97,8 +97,8 @@ def _attended(call: Call) -> int:
     return -(-call.sizes[0] // 128) * call.sizes[2] * call.sizes[3]
 
 
-def _waves(call: Call) -> float:
-    """What `pays_by_waves` bounds, beside its own constant."""
+def _fourier(call: Call) -> float:
+    """What `pays_by_fourier` bounds, beside its own constant."""
     _, queries, keys, _ = call.sizes
     of_queries, of_keys = (-(-n // 64) * 64 for n in (queries, keys))
     return (2 * of_queries * of_keys + 256 * (of_queries + of_keys)) / (2 * queries * keys)
@@ -118,7 +118,8 @@ MANY = (
     *((16, 64, 512, 512), (16, 100, 512, 512)),
 )
 STEP, FORWARD, BACKWARD = "step", "forward", "backward"
-WAVES, TERMS = "BLOCK_H BLOCK_O BLOCK_R STAGES num_warps", "BLOCK_Q BLOCK_K num_warps STAGES splits"
+FOURIER = "BLOCK_H BLOCK_O BLOCK_R STAGES num_warps"
+TERMS = "BLOCK_Q BLOCK_K num_warps STAGES splits"
 
 SWEEPS = (
     # csrc/cuda
@@ -170,9 +171,9 @@ SWEEPS = (
         _OWN_QUERIES=ALL,
     ),
     _bound("triton", "_OWN_QUERIES", _calls(STEP, *BEAMS), _queries, _OWN_WEIGHT=ALL),
-    _bound("triton", "_TANH_PER_WAVES", _calls(BACKWARD, *MANY), _waves),
+    _bound("triton", "_TANH_PER_FOURIER", _calls(BACKWARD, *MANY), _fourier),
     _tiles(
-        *("grad_waves", _calls(BACKWARD, LARGE, (16, 128, 128, 512)), WAVES),
+        *("grad_fourier", _calls(BACKWARD, LARGE, (16, 128, 128, 512)), FOURIER),
         *((8, 64, 128, 1, 8), (8, 64, 128, 2, 8), (4, 64, 128, 3, 8)),
         *((8, 64, 64, 2, 4), (8, 128, 128, 2, 8), (16, 32, 64, 2, 4)),
     ),

@@ -21,7 +21,7 @@ MANY = {"terms", "terms_scores", "softmax", "grad_weights", "grad_softmax", "ste
 KERNELS = {
     1: {"decode", "step_values", "step_keys", "step_sums"},
     20: {*MANY, "tables", "grad_tanh"},
-    128: {*MANY, "grad_waves"},
+    128: {*MANY, "grad_fourier"},
 }
 
 

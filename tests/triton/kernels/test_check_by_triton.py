@@ -24,7 +24,7 @@ NAMES = "triton", "terms", "waves", "kept-launches"
 WRITES = {
     "decode": ("triton", "context"),
     "terms_scores": ("terms", "scores"),
-    "grad_waves": ("waves", "out"),
+    "grad_fourier": ("waves", "out"),
 }
 # As many queries as there are in the longest, whose kernels the interpreter takes seconds for.
 SHORT = families.attention(Case("short queries", 1, 17, 20, 16, (8, 8, 8)))
@@ -68,7 +68,7 @@ def planted():
         patch.object(InterpretedFunction, "run", first),
         patch.object(triton.runtime, "driver", SimpleNamespace(active=driver)),
         patch.object(launches, "_current_device", lambda: 0),
-        patch.object(plans, "pays_by_waves", lambda *_: True),
+        patch.object(plans, "pays_by_fourier", lambda *_: True),
         patch.dict(families.FAMILIES, waves=waves),
     ):
         yield mistakes

@@ -1,4 +1,4 @@
-"""Gradients of many queries in 16 bits, whatever the projections are: by waves, or one by one.
+"""Gradients of many queries in 16 bits, whatever the projections: by Fourier sums, or one by one.
 
 The kernel decides from the largest projections, and from what comes of the gradients, in each tile.
 Those of few queries and of short sequences, which take tanh itself, are judged beside them.
@@ -23,14 +23,14 @@ def check(case, dtype):
     parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"))
 
 
-@pytest.fixture(params=[True, False], ids=["waves", "tanh"])
-def by_waves(request, monkeypatch):
-    monkeypatch.setattr(plans, "pays_by_waves", lambda *_: request.param)
+@pytest.fixture(params=[True, False], ids=["fourier", "tanh"])
+def by_fourier(request, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: request.param)
 
 
 @pytest.mark.parametrize(("kind", "queries", "dtype"), CASES, ids=str)
 def test_projections(kind, queries, dtype, monkeypatch):
-    monkeypatch.setattr(plans, "pays_by_waves", lambda *_: True)
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: True)
     check(case_of(kind, dtype, Tq=queries), dtype)
 
 
@@ -42,6 +42,6 @@ SEEM_RIGHT += [("far 6.0 0.1", 4, 10.0), ("keys 8.0", 8, 1000.0)]
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("kind", "hidden", "weight"), SEEM_RIGHT)
-def test_tiles_that_seem_right(kind, hidden, weight, dtype, by_waves):
+def test_tiles_that_seem_right(kind, hidden, weight, dtype, by_fourier):
     sizes = {"B": 1, "Tq": 18, "Tk": 20, "H": hidden, "Dq": hidden, "Dk": hidden, "Dv": 3}
     check(case_of(kind, dtype, **sizes, far_weight=weight), dtype)

@@ -1,4 +1,4 @@
-"""Gradients through tanh in 16 bits, by products of waves on tensor cores.
+"""Gradients through tanh in 16 bits, by products of Fourier sinusoids on tensor cores.
 
 Repeated with a period P, the slope of tanh is a sum of few cosines, and tanh of sines::
 
@@ -6,8 +6,8 @@ Repeated with a period P, the slope of tanh is a sum of few cosines, and tanh of
     tanh(z)       ~ 2 z / P + sum_n c_n / (n v) sin(n v z),  c_n = 4 a / sinh(a) / P, a = n v pi / 2
 
 as long as ``|z| + 4.8`` stays within P. A cosine of a sum is two products, of cosines and of sines:
-so what a row needs of all others are their waves, weighed by the gradients of the scores, which is
-a matrix product. Its own waves and the factors c_n weigh that.
+so what a row needs of all others are their sinusoids, weighed by the gradients of the scores, a
+matrix product. The sinusoids of the row and the factors c_n weigh that.
 
 Roof, per (query, key, hidden unit) and pass: 32 multiplications on tensor cores.
 """
@@ -21,17 +21,17 @@ from .elementary import TANH, reciprocal, rows_and_others, with_slope
 from .products import product
 from .tiles import largest_of, load_row, load_tile, program_blocks, store_row, store_tile
 
-WAVES = tl.constexpr(16)
-# What a period has beside the largest |z|, and the largest with which waves fall off in time.
+HARMONICS = tl.constexpr(16)
+# What a period has beside the largest |z|, and the largest with which harmonics fall off in time.
 MARGIN = tl.constexpr(4.8)
 LONGEST_BF16, LONGEST_F16 = tl.constexpr(18.8), tl.constexpr(15.2)
 # Of the gradients of scores, weighed by w_v, what a tile of wide projections passes on at least:
-# roundings of waves are in what it does not pass on as well.
+# roundings of sinusoids are in what it does not pass on as well.
 LEAST = tl.constexpr(2.0**-3)
 
 
 @triton.jit
-def waves(x, period, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def sinusoids(x, period, ROWS: tl.constexpr, UNITS: tl.constexpr):
     """Cosines and sines of n 2 pi x / period, (ROWS,UNITS,16); the sine of n = 0 is x itself."""
     quarter = x * (1.5707963267948966 / period)
     y = quarter * quarter
@@ -44,10 +44,10 @@ def waves(x, period, ROWS: tl.constexpr, UNITS: tl.constexpr):
     sine8, cosine8 = double(sine4, cosine4)
     zero = tl.zeros_like(x)
     cosines, sines = tl.join(zero + 1.0, cosine8), tl.join(zero, sine8)
-    cosines, sines = with_turned(cosines, sines, cosine4, sine4, ROWS, UNITS, 4)
-    cosines, sines = with_turned(cosines, sines, cosine2, sine2, ROWS, UNITS, 8)
-    cosines, sines = with_turned(cosines, sines, cosine1, sine1, ROWS, UNITS, 16)
-    return cosines, tl.where(tl.arange(0, WAVES)[None, None, :] == 0, x[:, :, None], sines)
+    cosines, sines = with_rotated(cosines, sines, cosine4, sine4, ROWS, UNITS, 4)
+    cosines, sines = with_rotated(cosines, sines, cosine2, sine2, ROWS, UNITS, 8)
+    cosines, sines = with_rotated(cosines, sines, cosine1, sine1, ROWS, UNITS, 16)
+    return cosines, tl.where(tl.arange(0, HARMONICS)[None, None, :] == 0, x[:, :, None], sines)
 
 
 @triton.jit
@@ -57,16 +57,16 @@ def double(sine, cosine):
 
 
 @triton.jit
-def with_turned(
+def with_rotated(
     cosines, sines, cosine, sine, ROWS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Each wave, and after it the same turned on by an angle."""
+    """Each sinusoid, and after it the same rotated by an angle."""
     cosine, sine = cosine[:, :, None], sine[:, :, None]
-    turned_cosines = cosines * cosine - sines * sine
-    turned_sines = sines * cosine + cosines * sine
+    rotated_cosines = cosines * cosine - sines * sine
+    rotated_sines = sines * cosine + cosines * sine
     return (
-        tl.reshape(tl.join(cosines, turned_cosines), ROWS, UNITS, COUNT),
-        tl.reshape(tl.join(sines, turned_sines), ROWS, UNITS, COUNT),
+        tl.reshape(tl.join(cosines, rotated_cosines), ROWS, UNITS, COUNT),
+        tl.reshape(tl.join(sines, rotated_sines), ROWS, UNITS, COUNT),
     )
 
 
@@ -97,7 +97,7 @@ def gradients_at(gradients, g_other, inside, first, last):
 
 
 @triton.jit(do_not_specialize=["R", "O", "kept_batch"])
-def grad_waves_kernel(
+def grad_fourier_kernel(
     rows, others, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch, r_row, o_batch, o_row,
     g_batch, g_row, g_other, kept_batch, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
@@ -128,30 +128,30 @@ def grad_waves_kernel(
     period = most + MARGIN
     right = period <= longest
     if right:
-        of_cosines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
-        of_sines = tl.zeros([BLOCK_R, BLOCK_H * WAVES], tl.float32)
+        cos_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
+        sin_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
         y = load_others(others, 0, last, o_row, h, H, BLOCK_O)
         for first in tl.range(0, last, BLOCK_O, num_stages=STAGES):
             g = gradients_of(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
-            cosines, sines = waves(y, period, BLOCK_O, BLOCK_H)
+            cosines, sines = sinusoids(y, period, BLOCK_O, BLOCK_H)
             y = load_others(others, first + BLOCK_O, last, o_row, h, H, BLOCK_O)
-            cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
-            sines = tl.reshape(sines, BLOCK_O, BLOCK_H * WAVES).to(g.dtype)
-            of_cosines += product(g, cosines, PRECISION)
-            of_sines += product(g, sines, PRECISION)
-        of_cosines = tl.reshape(of_cosines, BLOCK_R, BLOCK_H, WAVES)
-        of_sines = tl.reshape(of_sines, BLOCK_R, BLOCK_H, WAVES)
-        cosines, sines = waves(x, period, BLOCK_R, BLOCK_H)
-        n = tl.arange(0, WAVES)[None, None, :].to(tl.float32)
+            cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * HARMONICS).to(g.dtype)
+            sines = tl.reshape(sines, BLOCK_O, BLOCK_H * HARMONICS).to(g.dtype)
+            cos_coefficients += product(g, cosines, PRECISION)
+            sin_coefficients += product(g, sines, PRECISION)
+        cos_coefficients = tl.reshape(cos_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
+        sin_coefficients = tl.reshape(sin_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
+        cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
+        n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
         angle = n * (6.283185307179586 / period)
         a = tl.maximum(angle, 1e-6) * 1.5707963267948966
         factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
         factor = tl.where(n == 0.0, 2.0 / period, factor)
-        of_slopes = cosines * of_cosines - tl.where(n == 0.0, 0.0, sines) * of_sines
-        slopes = tl.sum(of_slopes * factor, axis=2)
+        harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
+        slopes = tl.sum(harmonics * factor, axis=2)
         if w_parts is not None:
             factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
-            tanhs = tl.sum((sines * of_cosines + cosines * of_sines) * factor, axis=2)
+            tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
     if right & (most > 3.0):
         squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
         for first in range(0, last, BLOCK_O):
