@@ -220,7 +220,7 @@ def tables(hidden: int) -> dict[str, Any]:
     return {"BLOCK_R": 1024 // block_h, "BLOCK_H": block_h, "num_warps": 4}
 
 
-class TermsPlan(NamedTuple):
+class RationalPlan(NamedTuple):
     """Quads of hidden units in all, splits of them, rows of the batch at once; and the tiles."""
 
     quads: int
@@ -233,11 +233,13 @@ class TermsPlan(NamedTuple):
 # Bytes of terms of 16 bits that are made at once, but of one row of the batch at least.
 # measured: gpu-h200.csv, "512 MB of terms: (256,100,400,1024), forward without weights, bfloat16"
 # gains little over "256 MB of terms: (256,100,400,1024), forward without weights, bfloat16".
-_TERMS = 256 << 20
+_TERM_BYTES = 256 << 20
 
 
-def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool) -> TermsPlan:
-    """Of `terms_kernel` and `terms_scores_kernel`: 64 x 64 scores; where those are few, 16 x 64.
+def rational_terms(
+    batch: int, queries_len: int, keys_len: int, hidden: int, split: bool
+) -> RationalPlan:
+    """Of the kernels of `rational_terms`: 64 x 64 scores; where those are few, 16 x 64.
 
     Then the hidden units may be split as well; the splits meet in `softmax_kernel`. Four are faster
     than eight (gpu-h200.csv, "terms of 16 queries, ...").
@@ -252,10 +254,10 @@ def terms(batch: int, queries_len: int, keys_len: int, hidden: int, split: bool)
         while split and splits < 4 and programs(block_q) * splits < 768 and hidden >= 64 * splits:
             splits *= 2
     quads = -(-hidden // (8 * splits)) * 2 * splits
-    rows = max(_TERMS // (32 * quads * (queries_len + keys_len)), 1)
+    rows = max(_TERM_BYTES // (32 * quads * (queries_len + keys_len)), 1)
     tables = {"BLOCK_R": 16, "BLOCK_U": 8, "num_warps": 4}
     blocks = {"BLOCK_Q": block_q, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
-    return TermsPlan(quads, splits, rows, tables, blocks)
+    return RationalPlan(quads, splits, rows, tables, blocks)
 
 
 def scores(

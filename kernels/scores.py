@@ -1,7 +1,7 @@
 """Scores of many queries in fp32, or rectified: keys stay in registers in a loop over the queries.
 
-Tanh in 16 bits, where there are tensor cores: terms.py. Roof, per (query, key, hidden unit): 3.5
-fma-pipe operations and a quarter of a reciprocal.
+Tanh in 16 bits, where there are tensor cores: rational_terms.py. Roof, per (query, key, hidden
+unit): 3.5 fma-pipe operations and a quarter of a reciprocal.
 """
 
 from __future__ import annotations

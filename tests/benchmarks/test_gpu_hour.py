@@ -18,7 +18,7 @@ from benchmarks.gpu.hour.runner import Experiment
 ROOT = Path(__file__).parents[2]
 # What bounds large sizes cuts nothing where a dry run makes calls small; of two backends a
 # pretended GPU has one.
-ALIKE = {"_SCRATCH", "_TERMS", "_MOST_IN_TURN", "WHOLE_TILES"}
+ALIKE = {"_SCRATCH", "_TERM_BYTES", "_MOST_IN_TURN", "WHOLE_TILES"}
 ALIKE |= {"GPU_STEP_QUERIES", "GPU_STEP_HIDDEN", "GPU_STEP_FEATURES"}
 
 

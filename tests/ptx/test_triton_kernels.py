@@ -24,7 +24,7 @@ FEW = (
 )  # fmt: skip
 
 
-PRODUCTS = {"terms_kernel", "terms_scores_kernel", "grad_fourier_kernel"}
+PRODUCTS = {"rational_terms_kernel", "rational_scores_kernel", "grad_fourier_kernel"}
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_every_kernel_fits_and_nothing_spills(run):
     target, dtype, kernels = run
     tanh = {"tables", "grad_tanh"}
     if dtype != torch.float32 and plans.Gpu(132, SHARED[target], target).halves:
-        tanh |= {"terms", "terms_scores", "grad_fourier"}
+        tanh |= {"rational_terms", "rational_scores", "grad_fourier"}
     else:
         tanh |= {"scores", *(["grad_values"] if dtype == torch.float32 else [])}
     assert {kernel.name for kernel in kernels} - {"lengths", "combine"} == KERNELS | tanh
@@ -77,7 +77,7 @@ def counted(kernel, tiles, exponentials):
 
 
 def test_many_queries_take_an_eighth_of_a_reciprocal(run):
-    for kernel in of_half_types_on_sm_90(run, "terms_scores"):
+    for kernel in of_half_types_on_sm_90(run, "rational_scores"):
         elements = 8 * kernel.sizes["BLOCK_Q"] * kernel.sizes["BLOCK_K"] / (32 * kernel.warps)
         fractions = hot(kernel.sass, exponentials=False)
         assert fractions.special == elements / 8, kernel.made

@@ -329,7 +329,7 @@ def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
 
 def test_many_queries_take_few_launches():
     mask = torch.ones(64, 17, 50, dtype=torch.bool)
-    names = ["terms_kernel", "terms_scores_kernel", "softmax_kernel"]
+    names = ["rational_terms_kernel", "rational_scores_kernel", "softmax_kernel"]
     for more, before in (({}, []), ({"mask": mask}, ["lengths_kernel"])):
         with noted() as launches:
             call(attention, **large(17, **more))
@@ -353,7 +353,7 @@ def test_what_is_off_is_tanh(off, monkeypatch):
         call(attention, **large(17))
         call(attention_backward, **backward_of(large(17)))
     names = {name.removesuffix("_kernel") for name, *_ in launches}
-    assert ("terms" in names, "grad_fourier" in names) == (off != "terms", off != "waves")
+    assert ("rational_terms" in names, "grad_fourier" in names) == (off != "terms", off != "waves")
     assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
 
 
@@ -394,7 +394,7 @@ def test_experiments_of_a_check_reach_their_family(family, checked, monkeypatch)
             each.judge("triton", "cpu")
             kept = [plan for plan in launch.plans.values() if plan]
         names = {name.removesuffix("_kernel") for name, *_ in launches}
-        assert ("terms_scores" in names, "grad_fourier" in names, bool(kept)) == (
+        assert ("rational_scores" in names, "grad_fourier" in names, bool(kept)) == (
             family == "terms", family == "waves", family == "kept-launches",
         ), each.name  # fmt: skip
         if "step" in each.name:

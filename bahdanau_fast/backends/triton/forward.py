@@ -17,9 +17,9 @@ from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.combine import combine_kernel
 from bahdanau_fast.kernels.decode import decode_kernel
+from bahdanau_fast.kernels.rational_terms import rational_scores_kernel, rational_terms_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
-from bahdanau_fast.kernels.terms import terms_kernel, terms_scores_kernel
 
 __all__ = ["attend_scores", "attention", "recorded"]
 
@@ -150,9 +150,9 @@ class _Scratch:
 
     def __init__(self, call: Call, most: int, split: bool = True) -> None:
         new, self.splits, self.raw = call.steps.new, 1, not split
-        self.by_terms = call.by_products and not switches.is_off("terms")
-        if self.by_terms:
-            plan = self.plan = plans.terms(
+        self.by_rational_terms = call.by_products and not switches.is_off("terms")
+        if self.by_rational_terms:
+            plan = self.plan = plans.rational_terms(
                 usual(call.batch), usual(most), usual(call.keys_len), usual(call.hidden), split
             )
             self.splits, self.rows = plan.splits, call.batch
@@ -198,8 +198,8 @@ def _some(call: Call, scratch: _Scratch) -> Tensor:
 
 def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
     """Scores (B,Tq,splits,Tk) of all keys within the lengths."""
-    if scratch.by_terms:
-        _by_terms(call, scratch, lens)
+    if scratch.by_rational_terms:
+        _by_rational_terms(call, scratch, lens)
         return
     queries, table = call.queries, scratch.table
     make_table(call, queries, table)
@@ -215,7 +215,7 @@ def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _by_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
+def _by_rational_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
     """Scores by products of terms, of so many rows of the batch at once as scratch has terms."""
     plan, lengths_of = scratch.plan, (call.queries_len, call.keys_len)
     of_row = call.queries_len * plan.splits * call.keys_len
@@ -233,9 +233,11 @@ def _by_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
         some |= scratch.terms
         blocks = [rows * -(-length // plan.tables["BLOCK_R"]) for length in lengths_of]
         programs = (1 + sum(blocks)) * -(-plan.quads // plan.tables["BLOCK_U"])
-        call.launch(terms_kernel, programs, rows=blocks[0], quads=plan.quads, **some, **plan.tables)
         call.launch(
-            terms_scores_kernel, rows * count,
+            rational_terms_kernel, programs, rows=blocks[0], quads=plan.quads, **some, **plan.tables
+        )
+        call.launch(
+            rational_scores_kernel, rows * count,
             scores=scores, quads=plan.quads, splits=plan.splits, RAW=scratch.raw, **some,
             **plan.blocks,
         )  # fmt: skip

@@ -178,11 +178,11 @@ SWEEPS = (
         *((8, 64, 64, 2, 4), (8, 128, 128, 2, 8), (16, 32, 64, 2, 4)),
     ),
     _tiles(
-        *("terms", _calls(FORWARD, LARGE), TERMS),
+        *("rational_terms", _calls(FORWARD, LARGE), TERMS),
         *((64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (64, 128, 8, 3, 1), (128, 64, 8, 3, 1)),
     ),
     _tiles(
-        *("terms", _calls(FORWARD, SMALL, SENTENCES), TERMS),
+        *("rational_terms", _calls(FORWARD, SMALL, SENTENCES), TERMS),
         *((16, 64, 4, 3, 4), (16, 64, 4, 3, 8), (16, 32, 4, 3, 4), (64, 64, 4, 3, 8)),
     ),
     _values("triton", "WHOLE_TILES", _calls(BACKWARD, LARGE, SENTENCES), 64, 128),
@@ -191,7 +191,7 @@ SWEEPS = (
         *(n << 20 for n in (32, 64, 128, 256)),
     ),
     _values(
-        *("triton", "_TERMS", _calls("forward without weights", (256, 100, 400, 1024))),
+        *("triton", "_TERM_BYTES", _calls("forward without weights", (256, 100, 400, 1024))),
         *(n << 20 for n in (128, 256, 512)),
     ),
     _values("triton", "_GRAD_KEYS", _calls(BACKWARD, ONE), 4, 8, 16, 32),

@@ -17,7 +17,7 @@ import bahdanau_fast as bf
 SIZES = {1: [(4, 1, 50), (3, 1, 700), (2, 1, 5), (200, 1, 129)]}
 SIZES[20] = [(4, 20, 50), (5, 17, 33), (3, 70, 129), (2, 5, 400), (150, 19, 31)]
 SIZES[128] = [(4, 128, 192), (5, 17, 33), (3, 200, 129)]
-MANY = {"terms", "terms_scores", "softmax", "grad_weights", "grad_softmax", "step_sums"}
+MANY = {"rational_terms", "rational_scores", "softmax", "grad_weights", "grad_softmax", "step_sums"}
 KERNELS = {
     1: {"decode", "step_values", "step_keys", "step_sums"},
     20: {*MANY, "tables", "grad_tanh"},

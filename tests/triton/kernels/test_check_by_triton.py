@@ -23,7 +23,7 @@ NAMES = "triton", "terms", "waves", "kept-launches"
 # What kernels write, and of which family they are where they are not launched again.
 WRITES = {
     "decode": ("triton", "context"),
-    "terms_scores": ("terms", "scores"),
+    "rational_scores": ("terms", "scores"),
     "grad_fourier": ("waves", "out"),
 }
 # As many queries as there are in the longest, whose kernels the interpreter takes seconds for.

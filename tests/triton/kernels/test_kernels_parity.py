@@ -163,8 +163,8 @@ def test_terms_take_bounded_memory(lens, monkeypatch):
     lens = torch.randint(0, 33, lens, generator=torch.Generator().manual_seed(0))
     lens = lens.to(parity.DEVICE)
     whole = bf.additive_attention(*x, lens, backend="triton")
-    monkeypatch.setattr(plans, "_TERMS", 2 * 32 * 20 * (18 + 30))
-    assert plans.terms(5, 18, 30, 70, True).rows == 2
+    monkeypatch.setattr(plans, "_TERM_BYTES", 2 * 32 * 20 * (18 + 30))
+    assert plans.rational_terms(5, 18, 30, 70, True).rows == 2
     parts = bf.additive_attention(*x, lens, backend="triton")
     assert all(map(torch.equal, parts, whole))
 

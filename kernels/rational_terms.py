@@ -27,7 +27,7 @@ WIDE_UNIT, LEAST_WIDE = tl.constexpr(2.0**60), tl.constexpr(2.0**-40)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def terms_kernel(
+def rational_terms_kernel(
     queries, keys, w_v, q_terms, k_terms, w_terms, w_scale, rows, Tq, Tk, H, quads, q_batch, q_row,
     k_batch, k_row, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr,
 ):  # fmt: skip
@@ -45,16 +45,16 @@ def terms_kernel(
     if block == 0:
         weigh_choices(w_v, w_terms, w_scale, first, H, quads, BLOCK_U)
     elif block <= rows:
-        terms_of_rows(
+        store_terms(
             queries, q_terms, block - 1, first, Tq, H, quads, q_batch, q_row, BLOCK_R, BLOCK_U
         )
     else:
         block -= rows + 1
-        terms_of_rows(keys, k_terms, block, first, Tk, H, quads, k_batch, k_row, BLOCK_R, BLOCK_U)
+        store_terms(keys, k_terms, block, first, Tk, H, quads, k_batch, k_row, BLOCK_R, BLOCK_U)
 
 
 @triton.jit
-def terms_of(value, scale, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def rational_terms(value, scale, ROWS: tl.constexpr, UNITS: tl.constexpr):
     """Terms of projections (ROWS,4 UNITS), times a scale: (ROWS,UNITS,16) in fp32."""
     small = tl.exp2(tl.minimum(value * TWO_LOG2_E, value * -TWO_LOG2_E))
     below = four_of(tl.where(value > 0.0, small, 1.0), ROWS, 4 * UNITS)
@@ -68,7 +68,7 @@ def terms_of(value, scale, ROWS: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def terms_of_rows(
+def store_terms(
     x, out, block, first, T, H, quads, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_U: tl.constexpr
 ):
     """Terms of BLOCK_R rows from quad ``first`` on; past the hidden units tanh is one for all."""
@@ -79,7 +79,7 @@ def terms_of_rows(
     rows = x + b * x_batch + t.to(tl.int64) * x_row
     mask = (t < T)[:, None] & (h < H)[None, :]
     value = tl.load(rows[:, None] + h[None, :], mask=mask, other=float("inf")).to(tl.float32)
-    term = terms_of(value, UNIT, BLOCK_R, BLOCK_U)
+    term = rational_terms(value, UNIT, BLOCK_R, BLOCK_U)
     choice = tl.arange(0, 16)[None, None, :]
     u = first + tl.arange(0, BLOCK_U)
     at = ((b * quads + u)[None, :, None] * T + t[:, None, None]) * 16 + choice
@@ -130,8 +130,8 @@ def wide_scores(
         h = (h0 + tl.arange(0, 4))[None, :]
         a = tl.load(query_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
         c = tl.load(key_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
-        a = tl.reshape(terms_of(a, WIDE_UNIT, BLOCK_Q, 1), BLOCK_Q, 16)
-        c = tl.trans(tl.reshape(terms_of(c, WIDE_UNIT, BLOCK_K, 1), BLOCK_K, 16))
+        a = tl.reshape(rational_terms(a, WIDE_UNIT, BLOCK_Q, 1), BLOCK_Q, 16)
+        c = tl.trans(tl.reshape(rational_terms(c, WIDE_UNIT, BLOCK_K, 1), BLOCK_K, 16))
         weight = tl.zeros([1, 16], tl.float32)
         for n in tl.static_range(4):
             w = tl.load(w_v + h0 + n, mask=h0 + n < H, other=0.0).to(tl.float32) / power
@@ -168,7 +168,7 @@ def is_right(total, least, there, power, size, share, least_allowed, most, RAW: 
 
 
 @triton.jit(do_not_specialize=VARYING)
-def terms_scores_kernel(
+def rational_scores_kernel(
     queries, keys, w_v, q_terms, k_terms, w_terms, w_scale, scores, Tq, Tk, H, quads, splits,
     q_batch, q_row, k_batch, k_row, lens, lens_batch, lens_row, RAW: tl.constexpr,
     PRECISION: tl.constexpr, NATIVE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
