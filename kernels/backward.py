@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, seen_keys, survivors, weigh_difference
-from .products import product
-from .tiles import VARYING, program_blocks
+from .elementary import product
+from .masking import load_valid_len, seen_keys, survivors, weigh_difference
+from .tiles import VARYING, load_stored, program_blocks, store_tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -29,24 +29,20 @@ def grad_weights_kernel(
     i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     real = i < Tq
     lengths = b * lens_batch + i.to(tl.int64) * lens_row
-    kept = tl.where(real, kept_keys(lens, lengths, Tk, real), 0)
-    longest = tl.max(kept, axis=0)
-    if tl.min(j, axis=0) >= longest:
+    valid_len = tl.where(real, load_valid_len(lens, lengths, Tk, real), 0)
+    if tl.min(j, axis=0) >= tl.max(valid_len, axis=0):
         return
     row = b * Tq + i
-    there = real[:, None] & (j[None, :] < kept[:, None])
-    seen = seen_keys(mask, b * mask_batch + i.to(tl.int64) * mask_row, j, mask_key, there)
-    weighed = tl.max(seen.to(tl.int32), axis=0) > 0
+    valid = real[:, None] & (j[None, :] < valid_len[:, None])
     wide_i, wide_j = i.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
+    seen = seen_keys(mask, b * mask_batch + wide_i * mask_row + wide_j * mask_key, valid)
+    weighed = tl.max(seen.to(tl.int32), axis=0) > 0
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     if grad_context is not None:
+        grad_rows = grad_context + b * gc_batch + i.to(tl.int64) * gc_row
         for d0 in range(0, Dv, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
-            g = tl.load(
-                grad_context + b * gc_batch + wide_i * gc_row + d[None, :],
-                mask=real[:, None] & (d < Dv)[None, :],
-                other=0.0,
-            )
+            g = load_stored(grad_rows, real, d, Dv)
             v = tl.load(
                 values + b * v_batch + wide_j * v_row + d[:, None],
                 mask=weighed[None, :] & (d < Dv)[:, None],
@@ -58,7 +54,7 @@ def grad_weights_kernel(
     if grad_weights is not None:
         g = grad_weights + b * gw_batch + wide_i * gw_row + wide_j
         total += tl.load(g, mask=seen, other=0.0).to(tl.float32)
-    tl.store(out + row[:, None] * Tk + j[None, :], tl.where(seen, total, 0.0), mask=there)
+    tl.store(out + row[:, None] * Tk + j[None, :], tl.where(seen, total, 0.0), mask=valid)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -67,36 +63,37 @@ def grad_softmax_kernel(
 ):  # fmt: skip
     """Out = weights * (grads - sum(weights * grads)), maybe in place; zero at padded keys.
 
-    A row of ``out`` has ``padded`` numbers, Tk or more.
-
-    Weights that were rounded to a half type are divided by their sum: see `grad_step`.
+    A row of ``out`` has ``padded`` numbers, Tk or more. Weights that were rounded to a half type
+    are divided by their sum: see `grad_step`.
     """
     i, _, b = program_blocks(Tq, 1)
     row = b * Tq + i
-    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
+    valid_len = load_valid_len(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
     weights += row * Tk
     grads += row * Tk
     out += row * padded
     rounded: tl.constexpr = weights.dtype.element_ty != tl.float32
     total = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
-    for k0 in range(0, kept, BLOCK_K):
+    for k0 in range(0, valid_len, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
-        total += p * tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
+        p = tl.load(weights + j, mask=j < valid_len, other=0.0).to(tl.float32)
+        total += p * tl.load(grads + j, mask=j < valid_len, other=0.0).to(tl.float32)
         if rounded:
             mass += p
     mean = tl.sum(total, axis=0)
     if rounded:
-        inverse = 1.0 / tl.where(kept > 0, tl.sum(mass, axis=0), 1.0)
+        inverse = 1.0 / tl.where(valid_len > 0, tl.sum(mass, axis=0), 1.0)
         mean *= inverse
     for k0 in range(0, padded, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < kept, other=0.0).to(tl.float32)
-        g = tl.load(grads + j, mask=j < kept, other=0.0).to(tl.float32)
+        p = tl.load(weights + j, mask=j < valid_len, other=0.0).to(tl.float32)
+        g = tl.load(grads + j, mask=j < valid_len, other=0.0).to(tl.float32)
         if rounded:
             p *= inverse
-        tl.store(out + j, tl.where(j < kept, weigh_difference(p, g, mean), 0.0), mask=j < padded)
+        tl.store(
+            out + j, tl.where(j < valid_len, weigh_difference(p, g, mean), 0.0), mask=j < padded
+        )
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -116,11 +113,6 @@ def grad_values_kernel(
         p = tl.load(weights + row[None, :] * Tk + j[:, None], mask=both, other=0.0).to(tl.float32)
         if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row[None, :], j[:, None])
-        g = tl.load(
-            grad_context + b * gc_batch + i.to(tl.int64)[:, None] * gc_row + d[None, :],
-            mask=(i < Tq)[:, None] & (d < Dv)[None, :],
-            other=0.0,
-        )
+        g = load_stored(grad_context + b * gc_batch + i.to(tl.int64) * gc_row, i < Tq, d, Dv)
         total += product(p, g, PRECISION)
-    target = out + (b * Tk + j)[:, None] * Dv + d[None, :]
-    tl.store(target, total, mask=(j < Tk)[:, None] & (d < Dv)[None, :])
+    store_tile(out + (b * Tk + j) * Dv, j < Tk, d, Dv, total)

@@ -2,7 +2,7 @@
 
 Roof: reading keys and values once, ``B Tk (H + Dv)`` numbers. A program takes one query and a split
 of its row's keys; copies of the next tiles are under way while it computes. If there are several
-splits, `combine_kernel` combines their parts.
+splits, `combine_kernel` combines their results.
 """
 
 from __future__ import annotations
@@ -10,20 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .combine import scale_scores
-from .elementary import (
-    TANH,
-    TWO_LOG2_E,
-    four_of,
-    held,
-    inverse_of,
-    rectified,
-    sum_of_four,
-    survivors,
-    tanh_precise,
-    within_split,
-)
-from .products import product
+from .elementary import TANH, TWO_LOG2_E, four_of, held, product, relu, sum_of_four, tanh_precise
+from .masking import finite, inverse_of, last_seen, load_valid_len, raise_maximum, survivors
 from .tiles import VARYING, load_row, load_tile, program_blocks
 
 
@@ -37,7 +25,7 @@ def decode_kernel(
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Context and weights of one query; of a split, their parts.
+    """Context and weights of one query over all keys, or over those of a split.
 
     Args:
         queries: (B,Tq,H) projected, or (B,Tq,Dq) with ``w_q``.
@@ -65,70 +53,80 @@ def decode_kernel(
     w = load_row(w_v, h, H)
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
-    one = tl.arange(0, 1)  # helpers take several queries
-    length = b * lens_batch + i.to(tl.int64) * lens_row
-    seen_row = b * mask_batch + i.to(tl.int64) * mask_row
-    alone, end = within_split(
-        lens, length + one, mask, seen_row + one, mask_key, first, stop, Tk, one == 0, 1024
-    )
-    empty = tl.max(alone.to(tl.int32), axis=0) > 0
+    valid_len = load_valid_len(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
+    if mask is not None:
+        mask += b * mask_batch + i.to(tl.int64) * mask_row
+    empty, end = seen_of_split(mask, mask_key, first, stop, valid_len, Tk)
     if counts is not None:
-        count = tl.where(empty, 0, tl.max(end, axis=0))
-        tl.store(counts + b * counts_row + i, count, mask=(split == 0) & (i < counts_row))
-    last = tl.minimum(stop, tl.max(end, axis=0))
+        in_counts = (split == 0) & (i < counts_row)
+        tl.store(counts + b * counts_row + i, tl.where(empty, 0, end), mask=in_counts)
+    last = tl.minimum(stop, end)
     most, total = float("-inf"), 0.0
     acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     # What is too narrow for copies, mask and features, is loaded a tile ahead.
     j = first + tl.arange(0, BLOCK_K)
     if mask is not None:
-        shown = tl.load(mask + seen_row + j.to(tl.int64) * mask_key, mask=j < stop, other=0)
+        shown = tl.load(mask + j.to(tl.int64) * mask_key, mask=j < stop, other=0)
     if features is not None:
-        f, of_row = tl.arange(0, BLOCK_C), features + b * f_batch
+        f, feature_rows = tl.arange(0, BLOCK_C), features + b * f_batch
         weight = tl.load(w_f + h * C + f[:, None], mask=(f < C)[:, None] & (h < H), other=0.0)
-        x = load_tile(of_row + j.to(tl.int64) * f_row, j < stop, f, C)
+        x = load_tile(feature_rows + j.to(tl.int64) * f_row, j < stop, f, C)
     for k0 in tl.range(first, last, BLOCK_K, num_stages=STAGES):
         j = k0 + tl.arange(0, BLOCK_K)
-        there, at = j < last, j.to(tl.int64)
-        next_there, next_at = j + BLOCK_K < last, at + BLOCK_K
-        c = load_tile(keys + b * k_batch + at * k_row, there, h, H)
+        seen, at = j < last, j.to(tl.int64)
+        next_valid, next_at = j + BLOCK_K < last, at + BLOCK_K
+        c = load_tile(keys + b * k_batch + at * k_row, seen, h, H)
         if features is not None:
             c += product(x, weight, PRECISION)
-            x = load_tile(of_row + next_at * f_row, next_there, f, C)
-        seen = there
+            x = load_tile(feature_rows + next_at * f_row, next_valid, f, C)
         if mask is not None:
-            seen = there & (empty | (shown != 0))
-            shown = tl.load(mask + seen_row + next_at * mask_key, mask=next_there, other=0)
+            seen &= empty | (shown != 0)
+            shown = tl.load(mask + next_at * mask_key, mask=next_valid, other=0)
         s = row_scores(a, c, w, slope, ACTIVATION, PRECISE, NATIVE, BLOCK_K, BLOCK_H)
         s = tl.where(seen, tl.where(empty, 0.0, s), float("-inf"))
         # Only here, since it takes registers.
-        v = load_tile(values + b * v_batch + at * v_row, there, d, Dv)
+        v = load_tile(values + b * v_batch + at * v_row, j < last, d, Dv)
         if mask is not None:
             v = tl.where(seen[:, None], v, 0.0)
         if scores is not None:
             tl.store(scores + row * Tk + j, s, mask=j < Tk)
-        higher = tl.maximum(most, tl.max(s, axis=0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        decay = tl.exp(most - base)
+        most, base, decay = raise_maximum(most, s, 0)
         p = tl.exp(s - base)
         total = total * decay + tl.sum(p, axis=0)
-        most = higher
         if seed is not None:
             p *= survivors(seed, threshold, scale_bits, row, j)
         acc = acc * decay + p[:, None] * v
     if scores is not None:
-        hide_rest(scores, row + one, one == 0, first, last, stop, Tk, BLOCK_K)
+        for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
+            j = k0 + tl.arange(0, BLOCK_K)
+            tl.store(scores + row * Tk + j, float("-inf"), mask=j < Tk)
     result = tl.sum(acc, axis=0)
     if SPLIT:
-        place = row * splits + split
-        tl.store(maxima + place, most)
-        tl.store(sums + place, total)
-        tl.store(context + place * Dv + d, result, mask=d < Dv)
+        index = row * splits + split
+        tl.store(maxima + index, most)
+        tl.store(sums + index, total)
+        tl.store(context + index * Dv + d, result, mask=d < Dv)
     else:
-        inverse = inverse_of(total + tl.zeros([1], tl.float32))
-        tl.store(context + row * Dv + d, result * tl.max(inverse, axis=0), mask=d < Dv)
+        inverse = inverse_of(total)
+        tl.store(context + row * Dv + d, result * inverse, mask=d < Dv)
         if scores is not None:
             tl.debug_barrier()  # other threads stored the scores
-            scale_scores(scores, weights, row + one, most + one, inverse, one == 0, 0, Tk, 1, 128)
+            scale_scores(scores, weights, row, most, inverse, 0, Tk, 1, 128)
+
+
+@triton.jit
+def seen_of_split(mask, mask_key, first, stop, valid_len, Tk):
+    """Whether a query sees no key at all, and where the keys of a split end that it looks at.
+
+    A query that sees none is uniform over all keys.
+    """
+    end = valid_len
+    if mask is not None:
+        end = last_seen(mask, mask_key, first, tl.minimum(valid_len, stop), 1024)
+        if end == 0:  # there may be some in other splits
+            valid_len = last_seen(mask, mask_key, 0, valid_len, 1024)
+    empty = valid_len == 0
+    return empty, tl.where(empty, Tk, end)
 
 
 @triton.jit
@@ -143,7 +141,7 @@ def row_scores(
     """
     zero = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     if ACTIVATION != TANH:
-        s = tl.sum(tl.fma(rectified(c + a, slope, ACTIVATION), w + zero, zero), axis=1)
+        s = tl.sum(tl.fma(relu(c + a, slope, ACTIVATION), w + zero, zero), axis=1)
     elif PRECISE:
         s = tl.sum(tl.fma(tanh_precise(c + a), w + zero, zero), axis=1)
     else:
@@ -168,9 +166,32 @@ def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr
 
 
 @triton.jit
-def hide_rest(scores, row, real, first, last, stop, Tk, BLOCK_K: tl.constexpr):
-    """Minus infinity for what a split, ``first`` to ``stop``, has in tiles from ``last`` on."""
-    for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
+def scale_scores(scores, weights, row, most, inverse, program, Tk, programs, BLOCK_K: tl.constexpr):
+    """Weights of a row from its scores, exp(s - most) * inverse: what one program makes of them."""
+    base = finite(most)
+    for k0 in range(program * BLOCK_K, Tk, programs * BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        here = real[:, None] & (j < Tk)[None, :]
-        tl.store(scores + row[:, None] * Tk + j[None, :], float("-inf"), mask=here)
+        s = tl.load(scores + row * Tk + j, mask=j < Tk, other=float("-inf"))
+        tl.store(weights + row * Tk + j, tl.exp(s - base) * inverse, mask=j < Tk)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def combine_kernel(
+    parts, maxima, sums, context, scores, weights, Tk, Dv, splits, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Context and weights of one query from those of its splits; BLOCK_D features a program."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    index = row * splits + s
+    highest = tl.load(maxima + index, mask=s < splits, other=float("-inf"))
+    most = tl.max(highest, axis=0)
+    factor = tl.exp(highest - finite(most))
+    total = tl.sum(factor * tl.load(sums + index, mask=s < splits, other=0.0), axis=0)
+    tile = load_tile(parts + index * Dv, s < splits, d, Dv)
+    inverse = inverse_of(total)
+    tl.store(context + row * Dv + d, tl.sum(factor[:, None] * tile, axis=0) * inverse, mask=d < Dv)
+    if scores is not None:
+        programs = tl.maximum(tl.cdiv(Dv, BLOCK_D), 1)
+        scale_scores(scores, weights, row, most, inverse, tl.program_id(1), Tk, programs, 512)

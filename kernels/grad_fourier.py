@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import TANH, reciprocal, rows_and_others, with_slope
-from .products import product
-from .tiles import largest_of, load_row, load_tile, program_blocks, store_row, store_tile
+from .elementary import TANH, largest_of, product, reciprocal, sum_of, with_slope
+from .masking import rows_and_others
+from .tiles import load_row, load_tile, program_blocks, store_row, store_tile
 
 HARMONICS = tl.constexpr(16)
 # What a period has beside the largest |z|, and the largest with which harmonics fall off in time.
@@ -78,28 +78,67 @@ def load_others(others, first, last, o_row, h, H, BLOCK_O: tl.constexpr):
 
 
 @triton.jit
-def gradients_of(
+def load_gradients(
     gradients, g_other, r, R, first, O, ROWS_ARE_KEYS: tl.constexpr, BLOCK_O: tl.constexpr
 ):
     """Gradients of scores, (rows,BLOCK_O). In memory rows of keys go on to a multiple of a tile."""
     o = first + tl.arange(0, BLOCK_O)
-    there = (o < O)[None, :] if ROWS_ARE_KEYS else (r < R)[:, None]
-    return tl.load(gradients[:, None] + o.to(tl.int64)[None, :] * g_other, mask=there, other=0.0)
+    valid = (o < O)[None, :] if ROWS_ARE_KEYS else (r < R)[:, None]
+    return tl.load(gradients[:, None] + o.to(tl.int64)[None, :] * g_other, mask=valid, other=0.0)
 
 
 @triton.jit
-def gradients_at(gradients, g_other, inside, first, last):
-    """Gradients of scores of eight others, (rows,1,8) in fp32; zeros outside."""
-    o = first + tl.arange(0, 8)
+def load_eight(others, gradients, inside, first, last, o_row, g_other, h, H):
+    """Eight others, (8,BLOCK_H), and gradients of their scores, (rows,1,8); zeros outside."""
+    y, o = load_others(others, first, last, o_row, h, H, 8), first + tl.arange(0, 8)
     at = gradients[:, None] + o.to(tl.int64)[None, :] * g_other
     g = tl.load(at, mask=inside[:, None] & (o < last)[None, :], other=0.0)
-    return g.to(tl.float32)[:, None, :]
+    return y, g.to(tl.float32)[:, None, :]
 
 
-@triton.jit(do_not_specialize=["R", "O", "kept_batch"])
+@triton.jit
+def direct_sums(
+    x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Sums over the others of gradients times slopes, and times tanh, element by element."""
+    slope_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+    tanh_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+    y, g = load_eight(others, gradients, inside, 0, last, o_row, g_other, h, H)
+    for first in range(0, last, 8):
+        # NaN reaches only the queries that attend to it.
+        z = tl.where(g == 0.0, 0.0, x[:, :, None] + tl.trans(y)[None, :, :])
+        t, u = with_slope(z, 0.0, TANH, False, NATIVE)
+        slope_sums += g * u
+        tanh_sums += g * t
+        y, g = load_eight(others, gradients, inside, first + 8, last, o_row, g_other, h, H)
+    return tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
+
+
+@triton.jit
+def apply_coefficients(
+    x, cos_coefficients, sin_coefficients, period, W: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Sums over the harmonics, times the sinusoids of the rows: of slopes, and of tanh if W."""
+    cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
+    n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
+    angle = n * (6.283185307179586 / period)
+    a = tl.maximum(angle, 1e-6) * 1.5707963267948966
+    factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
+    factor = tl.where(n == 0.0, 2.0 / period, factor)
+    harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
+    slopes, tanhs = tl.sum(harmonics * factor, axis=2), tl.zeros_like(x)
+    if W:
+        factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
+        tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
+    return slopes, tanhs
+
+
+@triton.jit(do_not_specialize=["R", "O", "lens_batch"])
 def grad_fourier_kernel(
-    rows, others, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch, r_row, o_batch, o_row,
-    g_batch, g_row, g_other, kept_batch, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
+    rows, others, w_v, grad_scores, lens, out, w_parts, R, O, H, r_batch, r_row, o_batch, o_row,
+    g_batch, g_row, g_other, lens_batch, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
     ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +152,7 @@ def grad_fourier_kernel(
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, BLOCK_H))
     h = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside, last = rows_and_others(r, R, O, kept, b * kept_batch, ROWS_ARE_KEYS)
+    inside, last = rows_and_others(r, R, O, lens, b * lens_batch, ROWS_ARE_KEYS)
     x = load_tile(rows + b * r_batch + r.to(tl.int64) * r_row, inside, h, H)
     w = load_row(w_v, h, H)
     others += b * o_batch
@@ -126,13 +165,13 @@ def grad_fourier_kernel(
     longest: tl.constexpr = LONGEST_F16 if rows.dtype.element_ty == tl.float16 else LONGEST_BF16
     slopes, tanhs = tl.zeros_like(x), tl.zeros_like(x)
     period = most + MARGIN
-    right = period <= longest
-    if right:
+    accurate = period <= longest
+    if accurate:
         cos_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
         sin_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
         y = load_others(others, 0, last, o_row, h, H, BLOCK_O)
         for first in tl.range(0, last, BLOCK_O, num_stages=STAGES):
-            g = gradients_of(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
+            g = load_gradients(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             cosines, sines = sinusoids(y, period, BLOCK_O, BLOCK_H)
             y = load_others(others, first + BLOCK_O, last, o_row, h, H, BLOCK_O)
             cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * HARMONICS).to(g.dtype)
@@ -141,39 +180,21 @@ def grad_fourier_kernel(
             sin_coefficients += product(g, sines, PRECISION)
         cos_coefficients = tl.reshape(cos_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
         sin_coefficients = tl.reshape(sin_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
-        cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
-        n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
-        angle = n * (6.283185307179586 / period)
-        a = tl.maximum(angle, 1e-6) * 1.5707963267948966
-        factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
-        factor = tl.where(n == 0.0, 2.0 / period, factor)
-        harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
-        slopes = tl.sum(harmonics * factor, axis=2)
-        if w_parts is not None:
-            factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
-            tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
-    if right & (most > 3.0):
+        slopes, tanhs = apply_coefficients(
+            x, cos_coefficients, sin_coefficients, period, w_parts is not None, NATIVE, BLOCK_R,
+            BLOCK_H,
+        )  # fmt: skip
+    if accurate & (most > 3.0):
         squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
         for first in range(0, last, BLOCK_O):
-            g = gradients_of(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
+            g = load_gradients(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             squares += g.to(tl.float32) * g.to(tl.float32)
-        passed = slopes * w
-        passed = tl.sum(tl.sum(passed * passed, axis=1), axis=0)
-        right = passed >= tl.sum(tl.sum(squares, axis=1), axis=0) * tl.sum(w * w) * (LEAST * LEAST)
-    if not right:
-        slope_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
-        tanh_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
-        y = load_others(others, 0, last, o_row, h, H, 8)
-        g = gradients_at(gradients, g_other, inside, 0, last)
-        for first in range(0, last, 8):
-            # NaN reaches only the queries that attend to it.
-            z = tl.where(g == 0.0, 0.0, x[:, :, None] + tl.trans(y)[None, :, :])
-            t, u = with_slope(z, 0.0, TANH, False, NATIVE)
-            slope_sums += g * u
-            tanh_sums += g * t
-            y = load_others(others, first + 8, last, o_row, h, H, 8)
-            g = gradients_at(gradients, g_other, inside, first + 8, last)
-        slopes, tanhs = tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
+        least = sum_of(squares) * tl.sum(w * w) * (LEAST * LEAST)
+        accurate = sum_of(slopes * w * (slopes * w)) >= least
+    if not accurate:
+        slopes, tanhs = direct_sums(
+            x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE, BLOCK_R, BLOCK_H
+        )
     if out is not None:
         target = out + (b * R + r) * H
         store_tile(target, r < R, h, H, slopes * w)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import kept_keys, survivors, weigh_difference, with_slope
+from .elementary import with_slope
+from .masking import load_valid_len, seen_keys, survivors, weigh_difference
 from .tiles import RUN, VARYING, load_row, load_tile, program_blocks, store_row, store_tile
 
 
@@ -41,7 +42,7 @@ def step_values_kernel(
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
-    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
+    valid_len, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
     last = tl.minimum(stop, last)
     if grad_context is not None:
         context = load_row(grad_context + b * gc_batch, d, Dv)
@@ -51,12 +52,12 @@ def step_values_kernel(
         inside, at = j < stop, j.to(tl.int64)
         if grads is not None and grad_context is not None:
             v = load_tile(values + b * v_batch + at * v_row, j < last, d, Dv)
-        of_values = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        value_grads = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
             i = tl.cast(query, tl.int64)
             row = b * Tq + i
             if BLOCK_Q > 1:
-                count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
+                valid_len = load_valid_len(lens, b * lens_batch + i * lens_row, Tk)
                 if grad_context is not None:
                     context = load_row(grad_context + b * gc_batch + i * gc_row, d, Dv)
             p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
@@ -70,19 +71,20 @@ def step_values_kernel(
                     g = tl.sum(v * context, axis=1)
                     if seed is not None:
                         g *= factor
-                seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
+                offsets = b * mask_batch + i * mask_row + at * mask_key
+                seen = seen_keys(mask, offsets, inside & (j < valid_len))
                 if grad_weights is not None:
-                    of_weight = grad_weights + b * gw_batch + i * gw_row + at
-                    g += tl.load(of_weight, mask=seen, other=0.0).to(tl.float32)
+                    grad_row = grad_weights + b * gw_batch + i * gw_row
+                    g += tl.load(grad_row + at, mask=seen, other=0.0).to(tl.float32)
                 g = tl.where(seen, g, 0.0)
                 tl.store(grads + row * Tk + at, g, mask=inside)
                 sums += tl.where((n == query)[:, None], (p * g)[None, :], 0.0)
                 if masses is not None:
                     mass += tl.where((n == query)[:, None], p[None, :], 0.0)
             if grad_values is not None and grad_context is not None:
-                of_values += dropped[:, None] * context
+                value_grads += dropped[:, None] * context
         if grad_values is not None:
-            store_tile(grad_values + (b * Tk + at) * Dv, inside, d, Dv, of_values)
+            store_tile(grad_values + (b * Tk + at) * Dv, inside, d, Dv, value_grads)
     if grads is not None:
         tl.store(means + (b * Tq + n) * splits + split, tl.sum(sums, axis=1), mask=n < Tq)
         if masses is not None:
@@ -112,28 +114,18 @@ def step_keys_kernel(
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
     h, n = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S)
-    # Only then what waits for a load, so that all of them are under way.
-    w_row = tl.load(w_v + h, mask=h < H, other=0.0)
-    a_row = tl.load(queries + b * q_batch + h, mask=h < H, other=0.0)
-    if weights is not None:
-        part = tl.load(means + b * Tq * parts + n, mask=n < parts, other=0.0)
-        if masses is not None:
-            mass = tl.load(masses + b * Tq * parts + n, mask=n < parts, other=0.0)
-    count, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
+    w, a = load_row(w_v, h, H), load_row(queries + b * q_batch, h, H)
+    valid_len, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
     last = tl.minimum(stop, last)
-    w, a = w_row.to(tl.float32)[None, :], a_row.to(tl.float32)[None, :]
     if weights is not None:
-        mean = tl.sum(part, axis=0)
-        if masses is not None:
-            inverse = 1.0 / tl.sum(mass, axis=0)
-            mean *= inverse
+        mean, inverse = mean_of(means, masses, b * Tq * parts, n, parts)
     q_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     w_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     for k0 in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
         j = k0 + tl.arange(0, BLOCK_K)
         inside, at = j < stop, j.to(tl.int64)
         c = load_tile(keys + b * k_batch + at * k_row, j < last, h, H)
-        of_keys = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
+        key_grads = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
         for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
             i = tl.cast(query, tl.int64)
             row = b * Tq + i
@@ -143,24 +135,20 @@ def step_keys_kernel(
                 a = load_row(queries + b * q_batch + i * q_row, h, H)
             if weights is not None:
                 if BLOCK_Q > 1:
-                    count = kept_keys(lens, b * lens_batch + i * lens_row, Tk)
-                    part = tl.load(means + row * parts + n, mask=n < parts, other=0.0)
-                    mean = tl.sum(part, axis=0)
-                    if masses is not None:
-                        mass = tl.load(masses + row * parts + n, mask=n < parts, other=0.0)
-                        inverse = 1.0 / tl.sum(mass, axis=0)
-                        mean *= inverse
+                    valid_len = load_valid_len(lens, b * lens_batch + i * lens_row, Tk)
+                    mean, inverse = mean_of(means, masses, row * parts, n, parts)
                 p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
                 if masses is not None:
                     p *= inverse
-                seen = seen_by(count, mask, b * mask_batch + i * mask_row, mask_key, j, inside)
+                offsets = b * mask_batch + i * mask_row + at * mask_key
+                seen = seen_keys(mask, offsets, inside & (j < valid_len))
                 s = tl.where(seen, weigh_difference(p, s, mean), 0.0)
             s = s[:, None]
             # NaN reaches only the queries that attend to it.
             z = tl.where(s == 0.0, 0.0, c + a)
             t, u = with_slope(z, slope, ACTIVATION, PRECISE, NATIVE)
             u *= s
-            of_keys += u
+            key_grads += u
             if w_parts is not None:
                 w_sum += s * t
             if q_parts is not None:
@@ -170,7 +158,7 @@ def step_keys_kernel(
                     out = q_parts + (row * splits + split) * H
                     store_row(out, h, H, tl.sum(u, axis=0)[None, :] * w)
         if grad_keys is not None:
-            store_tile(grad_keys + (b * Tk + at) * H, inside, h, H, of_keys * w)
+            store_tile(grad_keys + (b * Tk + at) * H, inside, h, H, key_grads * w)
     if q_parts is not None and BLOCK_Q == 1:
         store_row(q_parts + (b * splits + split) * H, h, H, tl.sum(q_sum, axis=0)[None, :] * w)
     if w_parts is not None:
@@ -180,20 +168,25 @@ def step_keys_kernel(
 @triton.jit
 def first_and_longest(lens, offset, lens_row, Tq, Tk, BLOCK_Q: tl.constexpr):
     """Keys that the first query may see, and the most that one of the queries may."""
-    count = kept_keys(lens, offset, Tk)
-    most = count
+    valid_len = load_valid_len(lens, offset, Tk)
+    most = valid_len
     for query in range(1, 1 if BLOCK_Q == 1 else Tq):
-        most = tl.maximum(most, kept_keys(lens, offset + tl.cast(query, tl.int64) * lens_row, Tk))
-    return count, most
+        row = offset + tl.cast(query, tl.int64) * lens_row
+        most = tl.maximum(most, load_valid_len(lens, row, Tk))
+    return valid_len, most
 
 
 @triton.jit
-def seen_by(count, mask, row, mask_key, j, inside):
-    """Of the keys j that are ``inside``, those that a query looks at."""
-    seen = inside & (j < count)
-    if mask is not None:
-        seen &= tl.load(mask + row + j.to(tl.int64) * mask_key, mask=seen, other=0) != 0
-    return seen
+def mean_of(means, masses, row, n, parts):
+    """sum_j weight grads of a query from its parts, and what scales its weights to a sum of one."""
+    part, inverse = tl.load(means + row + n, mask=n < parts, other=0.0), 1.0
+    if masses is not None:
+        mass = tl.load(masses + row + n, mask=n < parts, other=0.0)
+        inverse = 1.0 / tl.sum(mass, axis=0)
+        mean = tl.sum(part, axis=0) * inverse
+    else:
+        mean = tl.sum(part, axis=0)
+    return mean, inverse
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -212,8 +205,8 @@ def step_sums_kernel(
         if program >= 0:
             blocks = tl.cdiv(H, BLOCK_H)
             row, h0 = (program // blocks).to(tl.int64), program % blocks * BLOCK_H
-            of_row = q_parts + row * splits * H
-            add_parts(of_row, grad_queries + row * H, h0, splits, H, BLOCK_S, BLOCK_H)
+            row_parts = q_parts + row * splits * H
+            add_parts(row_parts, grad_queries + row * H, h0, splits, H, BLOCK_S, BLOCK_H)
 
 
 @triton.jit

@@ -11,31 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import (
-    NEAR_TWO,
-    SMALL,
-    rows_and_others,
-    slope_of,
-    two_slopes,
-    two_sums,
-    with_slope,
-)
-from .tiles import (
-    RUN,
-    largest_of,
-    load_row,
-    load_tile,
-    of_tile,
-    program_blocks,
-    store_row,
-    store_tile,
-)
+from .elementary import NEAR_TWO, SMALL, largest_of, of_tile, reciprocal, with_slope
+from .masking import rows_and_others
+from .tiles import RUN, program_blocks, store_row, store_tile, two_rows, two_tiles
 
 
-@triton.jit(do_not_specialize=["R", "O", "g_batch", "kept_batch"])
+@triton.jit(do_not_specialize=["R", "O", "g_batch", "lens_batch"])
 def grad_tanh_kernel(
-    rows, others, table, largest, second, w_v, grad_scores, kept, out, w_parts, R, O, H, r_batch,
-    r_row, o_batch, o_row, g_batch, g_row, g_other, kept_batch, slope, ACTIVATION: tl.constexpr,
+    rows, others, table, largest, second, w_v, grad_scores, lens, out, w_parts, R, O, H, r_batch,
+    r_row, o_batch, o_row, g_batch, g_row, g_other, lens_batch, slope, ACTIVATION: tl.constexpr,
     NATIVE: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +35,7 @@ def grad_tanh_kernel(
         largest: max|others|, (B,O).
         w_v: (H,).
         grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
-        kept: (B,) lengths, with ``kept_batch``; or None.
+        lens: (B,), with ``lens_batch``; or None.
         out: (B,R,H), contiguous; or None, as what follows.
         w_parts: (B,row blocks,H), the program's part of the gradient of w_v.
     """
@@ -59,22 +43,19 @@ def grad_tanh_kernel(
     block, hidden_block, b = program_blocks(row_blocks, tl.cdiv(H, 2 * BLOCK_H))
     h = hidden_block * 2 * BLOCK_H + tl.arange(0, BLOCK_H)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside, last = rows_and_others(r, R, O, kept, b * kept_batch, ROWS_ARE_KEYS)
+    inside, last = rows_and_others(r, R, O, lens, b * lens_batch, ROWS_ARE_KEYS)
     row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
-    w0, w1 = load_row(w_v, h, H), load_row(w_v, h + BLOCK_H, H)
-    c0 = load_tile(row_pointers, inside, h, H)
-    c1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
+    w0, w1 = two_rows(w_v, h, H, BLOCK_H)
+    c0, c1 = two_tiles(row_pointers, inside, h, H, BLOCK_H)
     if table is not None:
         most = tl.maximum(largest_of(c0), largest_of(c1))
         small = most <= SMALL
         c0, c1 = of_tile(c0, small), of_tile(c1, small)
     zero = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    sum0, sum1 = zero, zero
-    w_sum0, w_sum1 = zero, zero
+    sum0, sum1, w_sum0, w_sum1 = zero, zero, zero, zero
     gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
     for first in range(0, last, RUN):
-        run0, run1 = zero, zero
-        w_run0, w_run1 = zero, zero
+        run0, run1, w_run0, w_run1 = zero, zero, zero, zero
         for o in range(first, tl.minimum(last, first + RUN)):
             at = gradients + tl.cast(o, tl.int64) * g_other
             g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -83,17 +64,11 @@ def grad_tanh_kernel(
                 # In a small tile any other is valid.
                 if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
                     entries = table + (b * O + o) * H
-                    e0, e1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
-                    if small:
-                        e0, e1 = slope_of(e0, NATIVE), slope_of(e1, NATIVE)
-                        entries += second
-                        u0, u1 = load_row(entries, h, H), load_row(entries, h + BLOCK_H, H)
-                        t0, t1, s0, s1 = two_sums(c0, c1, u0, u1, e0, e1, NATIVE)
-                    else:
-                        t0, t1, s0, s1 = two_slopes(c0 * e0, c1 * e1, NATIVE)
+                    t0, t1, s0, s1 = table_slopes(
+                        entries, second, c0, c1, small, h, H, NATIVE, BLOCK_H
+                    )
                 else:
-                    r0 = load_tile(row_pointers, inside, h, H)
-                    r1 = load_tile(row_pointers, inside, h + BLOCK_H, H)
+                    r0, r1 = two_tiles(row_pointers, inside, h, H, BLOCK_H)
                     t0, t1, s0, s1 = direct_slopes(
                         other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE, BLOCK_H
                     )
@@ -130,8 +105,44 @@ def direct_slopes(
     """The activation and slopes of rows and one other; zero where there is no gradient."""
     # NaN reaches only the queries that attend to it.
     none = g == 0.0
-    z0 = tl.where(none, 0.0, load_row(other, h, H) + c0)
-    z1 = tl.where(none, 0.0, load_row(other, h + BLOCK_H, H) + c1)
-    t0, s0 = with_slope(z0, slope, ACTIVATION, True, NATIVE)
-    t1, s1 = with_slope(z1, slope, ACTIVATION, True, NATIVE)
+    a0, a1 = two_rows(other, h, H, BLOCK_H)
+    t0, s0 = with_slope(tl.where(none, 0.0, a0 + c0), slope, ACTIVATION, True, NATIVE)
+    t1, s1 = with_slope(tl.where(none, 0.0, a1 + c1), slope, ACTIVATION, True, NATIVE)
     return t0, t1, s0, s1
+
+
+@triton.jit
+def slope_of(e, NATIVE: tl.constexpr):
+    """The slope of tanh from what `exp_twice` gives; zero where that is held."""
+    r = reciprocal(1.0 + e, NATIVE)
+    return 4.0 * tl.where(e < 1e-36, 0.0, e) * r * r
+
+
+@triton.jit
+def table_slopes(entries, second, c0, c1, small, h, H, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Tanh and slopes of rows and one other from what is stored of both, with one reciprocal.
+
+    Of exp(2 z) the slope is 4 e / (1 + e)^2: where tanh is one, 1 - tanh^2 would be a rounding, and
+    not zero. Of tanh of the two, t and u, it is that of both over (1 + t u)^2. The other's, whose
+    tanh may be nearly one, is from its exponential: from that tanh it would be a rounding.
+    """
+    e0, e1 = two_rows(entries, h, H, BLOCK_H)
+    if small:
+        u0, u1 = two_rows(entries + second, h, H, BLOCK_H)
+        r0, r1 = two_reciprocals(c0 * u0 + 1.0, c1 * u1 + 1.0, NATIVE)
+        t0, t1 = (c0 + u0) * r0, (c1 + u1) * r1
+        s0 = (1.0 - c0 * c0) * slope_of(e0, NATIVE) * (r0 * r0)
+        s1 = (1.0 - c1 * c1) * slope_of(e1, NATIVE) * (r1 * r1)
+    else:
+        z0, z1 = c0 * e0, c1 * e1
+        r0, r1 = two_reciprocals(z0 + 1.0, z1 + 1.0, NATIVE)
+        t0, t1 = 1.0 - 2.0 * r0, 1.0 - 2.0 * r1
+        s0, s1 = 4.0 * z0 * (r0 * r0), 4.0 * z1 * (r1 * r1)
+    return t0, t1, s0, s1
+
+
+@triton.jit
+def two_reciprocals(x0, x1, NATIVE: tl.constexpr):
+    """1 / x0 and 1 / x1 by one reciprocal."""
+    shared = reciprocal(x0 * x1, NATIVE)
+    return shared * x1, shared * x0

@@ -8,7 +8,6 @@ that was not measured stands the call that would settle it. Knows no torch.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 
@@ -17,8 +16,10 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-# The plans of so many steps are kept: a decoder asks for the same one again and again.
-_CALLS = 1024
+def _block(width: int, least: int, most: int) -> int:
+    """A power of two that takes so many elements, within bounds."""
+    return min(max(power_of_two(width), least), most)
+
 
 # Bytes of scores of many queries at once, where nobody asked for weights.
 # measured: gpu-h200.csv, "128 MB of scores: (64,512,1024,256), forward without weights, bfloat16"
@@ -48,15 +49,15 @@ class Gpu(NamedTuple):
         """Whether products of half types are made on tensor cores; if not, half types become fp32.
 
         On compute capability 7.5 Triton makes them of fma. Those of gfx90a take subnormals of fp16
-        for zero; on gfx1100 kernels that are made of products spill. Of AMD's others nothing is
-        known but of gfx942 and gfx950.
+        for zero; on gfx1100 kernels that are made of products spill. Of AMD's others gfx942 and
+        gfx950 are tested.
         """
         if self.native:
             return self.arch != "sm_75"
         return self.arch in ("", "gfx942", "gfx950")
 
     def precision(self, size: int, tf32: bool) -> str:
-        """PRECISION of kernels/products.py, of elements of so many bytes; TF32 where allowed."""
+        """PRECISION of `product`, of elements of so many bytes; TF32 where allowed."""
         if size == 2:
             return "ieee" if self.halves and self.arch else "fp32"
         has_tf32 = self.arch == "gfx942" or (self.native and self.halves)
@@ -83,15 +84,15 @@ _MOST_IN_TURN = 128
 
 
 def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int, int]:
-    """Rows of keys in a tile of so many elements a warp, and the warps, which may be given."""
+    """Rows of keys in a tile of so many elements a warp, and the warps: by the width unless set."""
     warps = warps or (4 if width <= 1024 else 8)
     return min(max(elements * warps // width, 2), max(power_of_two(keys_len), 2), 64), warps
 
 
-# Queries of a `decode_kernel` that projects its features, each of them anew.
+# Queries of a `decode_kernel` that projects its features, anew for every query.
 # measured: gpu-h200.csv, "features inside: (64,2,200,128), 32 features, forward, bfloat16" is
 # ahead, "features inside: (64,3,200,128), 32 features, forward, bfloat16" is not.
-OWN_FEATURES = 2
+FEATURE_QUERIES = 2
 
 
 # A launch projects up to so many queries, where each program reads at most so many bytes of W_q,
@@ -99,16 +100,15 @@ OWN_FEATURES = 2
 # measured: gpu-h200.csv, "triton, W_q inside: (64,1,50,256), forward, bfloat16" takes less than
 # "triton, W_q in front: (64,1,50,256), forward, bfloat16", and so do fewer units; larger W_q and
 # several queries are not measured: steps of 512 units, and 4 queries of 128.
-_OWN_QUERIES, _OWN_WEIGHT = 4, 128 * 1024
+_PROJECT_QUERIES, _PROJECT_BYTES = 4, 128 * 1024
 
 
 def projects_queries(queries_len: int, query_size: int, hidden: int, size: int) -> bool:
     """Whether `decode_kernel` projects the queries of a step; ``size`` is bytes of an element."""
     read = queries_len * query_size * hidden * size
-    return queries_len <= _OWN_QUERIES and read <= _OWN_WEIGHT
+    return queries_len <= _PROJECT_QUERIES and read <= _PROJECT_BYTES
 
 
-@functools.lru_cache(_CALLS)
 def decode(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int, size: int, gpu: Gpu,
     channels: int = 0,
@@ -132,7 +132,7 @@ def decode(
     # W_f stays in registers, or in a quarter of the shared memory. Without tensor cores, or for
     # several queries, a library is faster, in spite of its way through memory.
     fits = widest <= 1024 and block_c * block_h <= min(2048 * warps, gpu.shared // 8)
-    if channels and size == 2 and gpu.halves and queries_len <= OWN_FEATURES and fits:
+    if channels and size == 2 and gpu.halves and queries_len <= FEATURE_QUERIES and fits:
         block_k = min(block_k, 512 * warps // block_h)  # a product takes registers
     else:
         block_c = 0
@@ -141,11 +141,11 @@ def decode(
     splits = max(min(gpu.processors // rows, tiles), 1) if tiles > 4 else 1
     if size == 4:
         splits = max(splits, -(-tiles // _MOST_IN_TURN))
-    each = -(-tiles // splits)
+    split_tiles = -(-tiles // splits)
     blocks = {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_C": block_c}
     blocks["STAGES"] = _stages(block_k * (block_h + block_d) * size)
     blocks |= {"BLOCK_X": max(1024 * warps // block_h, 4), "num_warps": warps}
-    return StepPlan(-(-tiles // each), each * block_k, blocks)
+    return StepPlan(-(-tiles // split_tiles), split_tiles * block_k, blocks)
 
 
 class GradPlan(NamedTuple):
@@ -156,7 +156,6 @@ class GradPlan(NamedTuple):
     sums: dict[str, Any]
 
 
-@functools.lru_cache(_CALLS)
 def grad_step(
     batch: int, queries_len: int, keys_len: int, hidden: int, features: int, size: int, gpu: Gpu
 ) -> GradPlan:  # fmt: skip
@@ -171,28 +170,27 @@ def grad_step(
     if size == 4:
         least, _ = _tile(max(block_h, block_d), elements, keys_len)
         splits = max(splits, -(-keys_len // (least * _MOST_IN_TURN)))
-    each = each_key = -(-keys_len // splits)
+    split_keys = split_values = -(-keys_len // splits)
     if queries_len == 1:
-        (rows, warps), (keys, key_warps) = (
-            _tile(width, elements, each) for width in (block_d, block_h)
-        )
+        rows, warps = _tile(block_d, elements, split_values)
+        keys, key_warps = _tile(block_h, elements, split_keys)
     else:
         block_h = min(block_h, 64)
-        rows, warps = _tile(block_d, 256, each, 16 if block_d > 512 else 8)
+        rows, warps = _tile(block_d, 256, split_values, 16 if block_d > 512 else 8)
         keys, key_warps = _tile(block_h, 512 // parts, keys_len, 1)
-        each_key = keys
-    splits, key_splits = (-(-keys_len // n) for n in (each, each_key))
+        split_keys = keys
+    splits, key_splits = (-(-keys_len // n) for n in (split_values, split_keys))
     stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
     if queries_len > 1:  # other numbers spill: in 16 bits on sm_80, in fp32 on sm_90
         stages, key_stages = 2, 3 if size == 4 else 1
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
     values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d, "STAGES": stages, "num_warps": warps}
-    of_keys = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
-    of_keys |= {"STAGES": key_stages, "num_warps": key_warps}
-    block_s = min(power_of_two(key_splits), 64)
-    sums = {"BLOCK_S": block_s, "BLOCK_H": min(max(power_of_two(hidden), 16), 4096 // block_s, 512)}
-    sums = sum_rows(batch * key_splits) | sums
-    return GradPlan(StepPlan(splits, each, values), StepPlan(key_splits, each_key, of_keys), sums)
+    key_blocks = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
+    key_blocks |= {"STAGES": key_stages, "num_warps": key_warps}
+    sums = sum_rows(batch * key_splits) | {"BLOCK_S": min(power_of_two(key_splits), 64)}
+    sums["BLOCK_H"] = _block(hidden, 16, min(4096 // sums["BLOCK_S"], 512))
+    of_keys = StepPlan(key_splits, split_keys, key_blocks)
+    return GradPlan(StepPlan(splits, split_values, values), of_keys, sums)
 
 
 def sum_rows(rows: int) -> dict[str, Any]:
@@ -206,18 +204,22 @@ def _stages(tile: int) -> int:
     return 3 if 3 * tile <= 48 << 10 else 2
 
 
-@functools.lru_cache(_CALLS)
 def combine(splits: int, features: int) -> dict[str, Any]:
     """Of `combine_kernel`: all splits of a few features at once."""
     block_s = max(power_of_two(splits), 2)
-    block_d = min(max(power_of_two(features), 16), max(2048 // block_s, 16), 256)
+    block_d = _block(features, 16, min(max(2048 // block_s, 16), 256))
     return {"BLOCK_S": block_s, "BLOCK_D": block_d, "num_warps": 4}
 
 
 def tables(hidden: int) -> dict[str, Any]:
     """Of `tables_kernel`."""
-    block_h = min(max(power_of_two(hidden), 16), 256)
+    block_h = _block(hidden, 16, 256)
     return {"BLOCK_R": 1024 // block_h, "BLOCK_H": block_h, "num_warps": 4}
+
+
+def _programs(batch: int, queries_len: int, keys_len: int, block_q: int, block_k: int) -> int:
+    """Tiles of scores."""
+    return batch * -(-keys_len // block_k) * -(-queries_len // block_q)
 
 
 class RationalPlan(NamedTuple):
@@ -244,14 +246,11 @@ def rational_terms(
     Then the hidden units may be split as well; the splits meet in `softmax_kernel`. Four are faster
     than eight (gpu-h200.csv, "terms of 16 queries, ...").
     """
-
-    def programs(block_q: int) -> int:
-        return batch * -(-keys_len // 64) * -(-queries_len // block_q)
-
-    block_q, splits = min(max(power_of_two(queries_len), 16), 64), 1
-    if programs(block_q) < 256:
+    block_q, splits = _block(queries_len, 16, 64), 1
+    if _programs(batch, queries_len, keys_len, block_q, 64) < 256:
         block_q = 16
-        while split and splits < 4 and programs(block_q) * splits < 768 and hidden >= 64 * splits:
+        programs = _programs(batch, queries_len, keys_len, block_q, 64)
+        while split and splits < 4 and programs * splits < 768 and hidden >= 64 * splits:
             splits *= 2
     quads = -(-hidden // (8 * splits)) * 2 * splits
     rows = max(_TERM_BYTES // (32 * quads * (queries_len + keys_len)), 1)
@@ -267,17 +266,13 @@ def scores(
 
     ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
     """
-
-    def programs(block_q: int, block_k: int) -> int:
-        return batch * -(-keys_len // block_k) * -(-queries_len // block_q)
-
-    block_h = min(max(power_of_two(-(-hidden // 4)), 16), 64)
+    block_h, sizes = _block(-(-hidden // 4), 16, 64), (batch, queries_len, keys_len)
     if gpu.halves:
-        block_k = 32 if size == 2 and programs(64, 32) >= 512 else 16
+        block_k = 32 if size == 2 and _programs(*sizes, 64, 32) >= 512 else 16
     else:  # others spill on sm_75, or on gfx1100
         block_k = 16 if block_h == 64 else 32
     block_q, least = 64, 4 if block_h == 64 else 16  # fewer of narrow tiles spill on sm_90
-    while block_q > least and programs(block_q, block_k) < 512:
+    while block_q > least and _programs(*sizes, block_q, block_k) < 512:
         block_q //= 2
     return {"BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_H": block_h, "num_warps": 4}
 
@@ -289,7 +284,7 @@ def products(features: int, size: int, gpu: Gpu) -> dict[str, Any]:
     """
     if size == 4 or not gpu.halves:
         return {"BLOCK_Q": 8, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 4}
-    block_d = min(max(power_of_two(features), 16), 512)
+    block_d = _block(features, 16, 512)
     warps = 4 if block_d <= 64 else 8  # others spill
     return {"BLOCK_Q": 16, "BLOCK_K": 64, "BLOCK_D": block_d, "num_warps": warps}
 
@@ -301,13 +296,13 @@ def grad_products(gpu: Gpu) -> dict[str, Any]:
 
 
 def grad_softmax(keys_len: int) -> dict[str, Any]:
-    """Of `grad_softmax_kernel`: in one piece, or in long ones."""
+    """Of `grad_softmax_kernel`: short rows in one tile."""
     return {"BLOCK_K": 128 if keys_len <= 128 else 1024, "num_warps": 4}
 
 
 def grad_tanh(rows_len: int, hidden: int, sum_w: bool) -> dict[str, Any]:
     """Of `grad_tanh_kernel`: 16 or 32 elements a thread in registers, and their sums."""
-    block_h = min(max(power_of_two(-(-hidden // 2)), 16), 32)
+    block_h = _block(-(-hidden // 2), 16, 32)
     block_r = min(16 if sum_w else 32, power_of_two(rows_len))
     return {"BLOCK_R": block_r, "BLOCK_H": block_h, "num_warps": 4}
 
@@ -339,8 +334,7 @@ def grad_fourier(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
     There that is the fastest (gpu-h200.csv, "waves of 8 units, ..."); elsewhere it takes too many
     registers.
     """
-    block_r = min(max(power_of_two(rows_len), 16), WHOLE_TILES)
-    block_o = min(max(power_of_two(others_len), 16), 64)
+    block_r, block_o = _block(rows_len, 16, WHOLE_TILES), _block(others_len, 16, 64)
     tile = {"BLOCK_H": 8, "STAGES": 1} if gpu.arch == "sm_90" else {"BLOCK_H": 4, "STAGES": 3}
     # Eight warps are two warpgroups of a Hopper. Before 3.9 Triton's wait for products holds back
     # one of them alone (its issue 11047). In what 3.6 and 3.9 compile of this kernel all threads

@@ -4,7 +4,7 @@ With ``e = exp(-2 |x|)`` a projection x has two factors, (e, 1) if it is positiv
 ``tanh(a + c) = (a1 c1 - a0 c0) / (a1 c1 + a0 c0)``. So the common denominator of four units is a
 sum over the 16 choices of a factor of each: a product of 16 terms of the query, made once, and 16
 of the key. The numerator is the same sum, each choice weighed by ``w0 + w1 + w2 + w3`` with the
-signs that it gives them. No summand of a denominator is negative: nothing cancels there.
+signs that it gives them. No summand of a denominator is negative: nothing cancels valid.
 
 Roof, per (query, key, hidden unit): 8 multiplications on tensor cores, an eighth of a reciprocal,
 an instruction to add up. Read beside it: a table of 8 bytes for each projection.
@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import TWO_LOG2_E, four_of, kept_keys, reciprocal, tanh_direct
-from .products import product
-from .tiles import VARYING, load_row, program_blocks
+from .elementary import TWO_LOG2_E, four_of, held, near_zero, product, reciprocal, sum_of
+from .masking import load_valid_len
+from .tiles import VARYING, load_row, load_stored, program_blocks
 
 # Terms are stored times this, so that fp16 has them to 2^-29 in full, and to 2^-39 in part.
 UNIT = tl.constexpr(2.0**15)
@@ -77,8 +77,7 @@ def store_terms(
     t = block % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     h = first * 4 + tl.arange(0, 4 * BLOCK_U)
     rows = x + b * x_batch + t.to(tl.int64) * x_row
-    mask = (t < T)[:, None] & (h < H)[None, :]
-    value = tl.load(rows[:, None] + h[None, :], mask=mask, other=float("inf")).to(tl.float32)
+    value = load_stored(rows, t < T, h, H, float("inf")).to(tl.float32)
     term = rational_terms(value, UNIT, BLOCK_R, BLOCK_U)
     choice = tl.arange(0, 16)[None, None, :]
     u = first + tl.arange(0, BLOCK_U)
@@ -101,14 +100,13 @@ def weigh_choices(w_v, out, scale, first, H, quads, BLOCK_U: tl.constexpr):
         w = load_row(w_v, h0 + tl.arange(0, 512), H) / power
         squares += w * w
     tl.store(scale, power)
-    tl.store(scale + 1, tl.sum(tl.sum(squares, axis=1), axis=0))
-    of_unit = four_of(
-        load_row(w_v, first * 4 + tl.arange(0, 4 * BLOCK_U), H) / power, 1, 4 * BLOCK_U
-    )
+    tl.store(scale + 1, sum_of(squares))
+    w = load_row(w_v, first * 4 + tl.arange(0, 4 * BLOCK_U), H) / power
+    unit_weights = four_of(w, 1, 4 * BLOCK_U)
     choice = tl.arange(0, 16)[None, :]
     total = tl.zeros([BLOCK_U, 16], tl.float32)
     for n in tl.static_range(4):
-        w = tl.reshape(of_unit[n], BLOCK_U, 1)
+        w = tl.reshape(unit_weights[n], BLOCK_U, 1)
         total += tl.where((choice >> n) & 1 == 1, w, -w)
     u = first + tl.arange(0, BLOCK_U)[:, None]
     tl.store(out + u * 16 + choice, total.to(tl.float16), mask=u < quads)
@@ -152,18 +150,18 @@ def wide_product(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def is_right(total, least, there, power, size, share, least_allowed, most, RAW: tl.constexpr):
+def is_accurate(total, least, valid, power, size, share, least_allowed, most, RAW: tl.constexpr):
     """Whether errors of ``share`` of |w_v| and of ``least_allowed`` over ``least`` may stay.
 
     They are weighed against half of what the scores of a row differ by, or ``most``; NaN may not.
     """
-    highest = tl.max(tl.where(there, total, -float("inf")), axis=1)
-    lowest = tl.min(tl.where(there, total, float("inf")), axis=1)
+    highest = tl.max(tl.where(valid, total, -float("inf")), axis=1)
+    lowest = tl.min(tl.where(valid, total, float("inf")), axis=1)
     spread = 0.5 * tl.max(highest - lowest, axis=0)
     if not RAW:  # a softmax takes differences as they are
         spread = tl.maximum(spread, 1.0 / power)
     spread = tl.minimum(spread, most / power)
-    least = tl.min(tl.min(tl.where(there, least, float("inf")), axis=1), axis=0)
+    least = tl.min(tl.min(tl.where(valid, least, float("inf")), axis=1), axis=0)
     return (spread * spread >= share * share * size) & (least * spread >= least_allowed)
 
 
@@ -187,12 +185,12 @@ def rational_scores_kernel(
     split, k0 = column % splits, column // splits * BLOCK_K
     i, j = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q), k0 + tl.arange(0, BLOCK_K)
     real, inside = i < Tq, j < Tk
-    kept = kept_keys(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, real)
-    kept = tl.where(real, kept, 0)
-    if k0 >= tl.max(kept, axis=0):
+    valid_len = load_valid_len(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, real)
+    valid_len = tl.where(real, valid_len, 0)
+    if k0 >= tl.max(valid_len, axis=0):
         return
-    each = quads // splits
-    first = split * each
+    split_quads = quads // splits
+    first, end = split * split_quads, (split + 1) * split_quads
     s = tl.arange(0, 16)
     # Rows past the end read the last one, which costs nothing.
     query, key = tl.minimum(i, Tq - 1), tl.minimum(j, Tk - 1)
@@ -202,7 +200,7 @@ def rational_scores_kernel(
     a_step, c_step = tl.cast(Tq, tl.int64) * 32, tl.cast(Tk, tl.int64) * 32
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
-    for _ in tl.range(0, each, 2, num_stages=STAGES):
+    for _ in tl.range(0, split_quads, 2, num_stages=STAGES):
         a0, a1 = tl.load(a + a_at), tl.load(a + Tq * 16 + a_at)
         c0, c1 = tl.load(c + c_at), tl.load(c + Tk * 16 + c_at)
         d0, n0 = tl.dot(a0, c0), tl.dot(a0 * tl.load(weight + s)[None, :], c0)
@@ -212,24 +210,27 @@ def rational_scores_kernel(
         a += a_step
         c += c_step
         weight += 32
-    there = real[:, None] & (j[None, :] < kept[:, None])
+    valid = real[:, None] & (j[None, :] < valid_len[:, None])
     power, size = tl.load(w_scale), tl.load(w_scale + 1)
     share: tl.constexpr = 2.0**-1 if queries.dtype.element_ty == tl.float16 else 2.0**-4
     most: tl.constexpr = 64.0 * share  # of what a rounding is 2^-5: a weight that is 3 % off
-    if not is_right(total, least, there, power, size, share, 2.0 * share, most, RAW):
+    if not is_accurate(total, least, valid, power, size, share, 2.0 * share, most, RAW):
         query_rows = queries + b * q_batch + query.to(tl.int64) * q_row
         key_rows = keys + b * k_batch + key.to(tl.int64) * k_row
-        end = first + each
         total, least = wide_scores(
             query_rows, key_rows, w_v, power, first, end, H, PRECISION, NATIVE, BLOCK_Q, BLOCK_K
         )
-        if not is_right(total, least, there, power, size, share * 2.0**-5, LEAST_WIDE, most, RAW):
+        if not is_accurate(
+            total, least, valid, power, size, share * 2.0**-5, LEAST_WIDE, most, RAW
+        ):
             total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             for h in range(4 * first, tl.minimum(4 * end, H)):
                 a_h = tl.load(query_rows + h).to(tl.float32)
                 c_h = tl.load(key_rows + h).to(tl.float32)
                 w = tl.load(w_v + h).to(tl.float32) / power
-                total += w * tanh_direct(a_h[:, None] + c_h[None, :], NATIVE)
+                z = a_h[:, None] + c_h[None, :]
+                away = 1.0 - 2.0 * reciprocal(1.0 + held(z * TWO_LOG2_E), NATIVE)
+                total += w * near_zero(z, away)
     row = (b * Tq + query_block * BLOCK_Q) * splits + split
     at = tl.arange(0, BLOCK_Q)[:, None] * (splits * Tk) + j[None, :]
     tl.store(scores + row * Tk + at, total * power, mask=real[:, None] & inside[None, :])

@@ -1,4 +1,4 @@
-"""Scores of many queries in fp32, or rectified: keys stay in registers in a loop over the queries.
+"""Scores of many queries in fp32, or of ReLU: keys stay in registers in a loop over the queries.
 
 Tanh in 16 bits, where there are tensor cores: rational_terms.py. Roof, per (query, key, hidden
 unit): 3.5 fma-pipe operations and a quarter of a reciprocal.
@@ -9,17 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_FOUR, SMALL, TANH, kept_keys, rectified, sum_of_four, tanh_precise
-from .tiles import (
-    VARYING,
-    four_rows,
-    four_tiles,
-    largest_of,
-    load_row,
-    load_tile,
-    of_tile,
-    program_blocks,
-)
+from .elementary import NEAR_FOUR, SMALL, TANH, largest_of, of_tile, relu, sum_of_four, tanh_precise
+from .masking import load_valid_len
+from .tiles import VARYING, program_blocks, two_rows, two_tiles
 
 
 @triton.jit
@@ -30,14 +22,10 @@ def direct_scores(
     total = tl.zeros([BLOCK_K], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
-        upper = h + BLOCK_H
-        c0, c1 = load_tile(key_rows, inside, h, H), load_tile(key_rows, inside, upper, H)
-        t0, t1 = (
-            tanh_precise(load_row(query, h, H) + c0),
-            tanh_precise(load_row(query, upper, H) + c1),
-        )
-        w0, w1 = load_row(w_v, h, H), load_row(w_v, upper, H)
-        total += tl.sum(t0 * w0 + t1 * w1, axis=1)
+        c0, c1 = two_tiles(key_rows, inside, h, H, BLOCK_H)
+        a0, a1 = two_rows(query, h, H, BLOCK_H)
+        w0, w1 = two_rows(w_v, h, H, BLOCK_H)
+        total += tl.sum(tanh_precise(a0 + c0) * w0 + tanh_precise(a1 + c1) * w1, axis=1)
     return total
 
 
@@ -55,16 +43,20 @@ def scores_kernel(
     k0, first = key_block * BLOCK_K, query_block * BLOCK_Q
     i = first + tl.arange(0, BLOCK_Q)
     lengths = b * lens_batch
-    kept = kept_keys(lens, lengths + i.to(tl.int64) * lens_row, Tk, i < Tq)
-    if k0 >= tl.max(tl.where(i < Tq, kept, 0), axis=0):
+    valid_len = load_valid_len(lens, lengths + i.to(tl.int64) * lens_row, Tk, i < Tq)
+    if k0 >= tl.max(tl.where(i < Tq, valid_len, 0), axis=0):
         return
     j = k0 + tl.arange(0, BLOCK_K)
     inside = j < Tk
     key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
     last = tl.minimum(first + BLOCK_Q, Tq)
     for h0 in range(0, H, 4 * BLOCK_H):
-        w0, w1, w2, w3 = four_rows(w_v, h0, H, BLOCK_H)
-        c0, c1, c2, c3 = four_tiles(key_rows, inside, h0, H, BLOCK_H)
+        h = h0 + tl.arange(0, BLOCK_H)
+        upper = h + 2 * BLOCK_H
+        w0, w1 = two_rows(w_v, h, H, BLOCK_H)
+        w2, w3 = two_rows(w_v, upper, H, BLOCK_H)
+        c0, c1 = two_tiles(key_rows, inside, h, H, BLOCK_H)
+        c2, c3 = two_tiles(key_rows, inside, upper, H, BLOCK_H)
         if ACTIVATION == TANH:
             most = tl.maximum(
                 tl.maximum(largest_of(c0), largest_of(c1)),
@@ -74,7 +66,7 @@ def scores_kernel(
             c0, c1 = of_tile(c0, small), of_tile(c1, small)
             c2, c3 = of_tile(c2, small), of_tile(c3, small)
         for query in range(first, last):
-            if k0 < kept_keys(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
+            if k0 < load_valid_len(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
                 out = scores + row * Tk + j
                 before = tl.load(out, mask=inside & (h0 > 0), other=0.0)
@@ -83,7 +75,8 @@ def scores_kernel(
                     # In a small tile any query is valid.
                     if small or tl.load(query_max + row) + most <= NEAR_FOUR:
                         entries = query_table + row * H + tl.where(small, second, 0)
-                        e0, e1, e2, e3 = four_rows(entries, h0, H, BLOCK_H)
+                        e0, e1 = two_rows(entries, h, H, BLOCK_H)
+                        e2, e3 = two_rows(entries, upper, H, BLOCK_H)
                         x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
                         if small:
                             v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
@@ -95,11 +88,12 @@ def scores_kernel(
                     else:
                         part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_K, BLOCK_H)
                 else:
-                    e0, e1, e2, e3 = four_rows(a, h0, H, BLOCK_H)
-                    v0 = w0 * rectified(c0 + e0, slope, ACTIVATION)
-                    v1 = w1 * rectified(c1 + e1, slope, ACTIVATION)
-                    v2 = w2 * rectified(c2 + e2, slope, ACTIVATION)
-                    v3 = w3 * rectified(c3 + e3, slope, ACTIVATION)
+                    e0, e1 = two_rows(a, h, H, BLOCK_H)
+                    e2, e3 = two_rows(a, upper, H, BLOCK_H)
+                    v0 = w0 * relu(c0 + e0, slope, ACTIVATION)
+                    v1 = w1 * relu(c1 + e1, slope, ACTIVATION)
+                    v2 = w2 * relu(c2 + e2, slope, ACTIVATION)
+                    v3 = w3 * relu(c3 + e3, slope, ACTIVATION)
                     part = tl.sum((v0 + v1) + (v2 + v3), axis=1)
                 tl.store(out, before + part, mask=inside)
         # The next hidden units add to scores that other threads stored.

@@ -1,4 +1,4 @@
-"""Loading rows and tiles over the hidden units: in parts of BLOCK_H, for shared reciprocals."""
+"""Rows and tiles: loading and storing them, and tables of their exponentials."""
 
 from __future__ import annotations
 
@@ -39,10 +39,16 @@ def load_row(x, h, H):
 
 
 @triton.jit
-def load_tile(rows, inside, h, H):
-    """The same of several rows, (BLOCK,BLOCK_H); zero outside."""
+def load_stored(rows, inside, h, H, other=0.0):
+    """The same of several rows, (BLOCK,BLOCK_H), as they are stored; ``other`` outside."""
     mask = inside[:, None] & (h < H)[None, :]
-    return tl.load(rows[:, None] + h[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(rows[:, None] + h[None, :], mask=mask, other=other)
+
+
+@triton.jit
+def load_tile(rows, inside, h, H):
+    """Several rows, (BLOCK,BLOCK_H), in fp32; zero outside."""
+    return load_stored(rows, inside, h, H).to(tl.float32)
 
 
 @triton.jit
@@ -58,36 +64,40 @@ def store_tile(rows, inside, h, H, value):
 
 
 @triton.jit
-def four_rows(x, h0, H, BLOCK_H: tl.constexpr):
-    """Four neighbouring parts of one row."""
-    h = h0 + tl.arange(0, BLOCK_H)
-    return (
-        load_row(x, h, H),
-        load_row(x, h + BLOCK_H, H),
-        load_row(x, h + 2 * BLOCK_H, H),
-        load_row(x, h + 3 * BLOCK_H, H),
-    )
+def two_rows(x, h, H, BLOCK_H: tl.constexpr):
+    """Two neighbouring parts of one row."""
+    return load_row(x, h, H), load_row(x, h + BLOCK_H, H)
 
 
 @triton.jit
-def four_tiles(rows, inside, h0, H, BLOCK_H: tl.constexpr):
-    """Four neighbouring parts of several rows."""
-    h = h0 + tl.arange(0, BLOCK_H)
-    return (
-        load_tile(rows, inside, h, H),
-        load_tile(rows, inside, h + BLOCK_H, H),
-        load_tile(rows, inside, h + 2 * BLOCK_H, H),
-        load_tile(rows, inside, h + 3 * BLOCK_H, H),
-    )
+def two_tiles(rows, inside, h, H, BLOCK_H: tl.constexpr):
+    """Two neighbouring parts of several rows."""
+    return load_tile(rows, inside, h, H), load_tile(rows, inside, h + BLOCK_H, H)
 
 
-@triton.jit
-def largest_of(x):
-    """max|x| over a tile, infinite where one is NaN: tl.max alone would skip it."""
-    return tl.max(tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1), axis=0)
+@triton.jit(do_not_specialize=["T"])
+def tables_kernel(
+    x, table, largest, second, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
 
-
-@triton.jit
-def of_tile(x, small):
-    """The stored form of a tile of projections: exp(2 x), or tanh(x) of a small tile."""
-    return tl.where(small, tanh_precise(x), exp_twice(x))
+    From ``second`` on, tanh(x). An entry that is held is in a row whose maximum makes its readers
+    take another path.
+    """
+    block, _, b = program_blocks(tl.cdiv(T, BLOCK_R), 1)
+    t = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = t < T
+    row = b * T + t
+    entries = table + row * H
+    source = x + b * x_batch + t.to(tl.int64) * x_row
+    most = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    for h0 in range(0, H, BLOCK_H):
+        h = h0 + tl.arange(0, BLOCK_H)
+        value = load_tile(source, inside, h, H)
+        store_tile(entries, inside, h, H, exp_twice(value))
+        store_tile(entries + second, inside, h, H, tanh_precise(value))
+        most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    # tl.max skips NaN; the sum does not.
+    nan = tl.sum(tl.where(most == most, 0, 1), axis=1)
+    result = tl.where(nan > 0, float("nan"), tl.max(most, axis=1))
+    tl.store(largest + row, result, mask=inside)

@@ -11,10 +11,10 @@ from benchmarks.page import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Constants that decide on a GPU, but for one that counts plans.
+# Constants that decide on a GPU.
 CONSTANTS = {
     "bahdanau_fast/backends/route.py": r"GPU_\w+",
-    "kernels/plans.py": r"(?!_CALLS)_?[A-Z][A-Z_]+",
+    "kernels/plans.py": r"_?[A-Z][A-Z_]+",
     "csrc/cuda/op/attend.h": r"(?:LAB_CONSTEXPR|constexpr) \w+ k[A-Z]\w+",
 }
 GPU, TIME = r"GPU|H100|CUDA|Triton", r"\d\s*(?:[unm]s|µs|(?:micro|milli|nano)seconds|[TG]B/s)\b"

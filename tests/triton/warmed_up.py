@@ -101,7 +101,7 @@ def kernels_of(shape, dtype, target, only=""):
             call(attention, **given)
             grads = {"weights": weights, "grad_context": context, "grad_weights": weights}
             call(attention_backward, **grads, needs=15, **given)
-            if queries_len <= plans.OWN_FEATURES:
+            if queries_len <= plans.FEATURE_QUERIES:
                 inside = {"features": make(batch, keys_len, 32), "w_f": make(hidden, 32)}
                 call(attention, **given, **inside)
         if queries_len <= GPU_STEP_QUERIES and dtype != torch.float32:

@@ -289,10 +289,9 @@ def _pass(
     call.launch(
         kernel, call.batch * row_blocks * hidden_blocks,
         rows=rows, others=others, table=table.entries, largest=table.largest,
-        second=others.numel(), grad_scores=grad_scores, kept=longest, out=out, w_parts=w_parts,
+        second=others.numel(), grad_scores=grad_scores, lens=longest, out=out, w_parts=w_parts,
         R=rows_len, O=others_len, g_batch=g_batch, g_row=g_row, g_other=g_other,
-        kept_batch=0 if longest is None else longest.stride(0), ROWS_ARE_KEYS=rows_are_keys,
-        **blocks,
+        ROWS_ARE_KEYS=rows_are_keys, **blocks,
     )  # fmt: skip
     if w_parts is not None:
         sums = plans.sum_rows(usual(call.batch * row_blocks))

@@ -18,8 +18,8 @@ from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.route import is_gpu_step
 from bahdanau_fast.backends.triton.launch import Steps, precision
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.kernels.softmax import lengths_kernel
-from bahdanau_fast.kernels.tables import tables_kernel
+from bahdanau_fast.kernels.masking import lengths_kernel
+from bahdanau_fast.kernels.tiles import tables_kernel
 
 __all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "usual"]
 

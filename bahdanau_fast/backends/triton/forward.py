@@ -15,8 +15,7 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import Kept, Steps
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.kernels.combine import combine_kernel
-from bahdanau_fast.kernels.decode import decode_kernel
+from bahdanau_fast.kernels.decode import combine_kernel, decode_kernel
 from bahdanau_fast.kernels.rational_terms import rational_scores_kernel, rational_terms_kernel
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel

@@ -165,12 +165,12 @@ SWEEPS = (
     ),
     # kernels/plans.py
     _bound(
-        *("triton", "_OWN_WEIGHT"),
+        *("triton", "_PROJECT_BYTES"),
         _calls(STEP, *NARROW, (64, 4, 50, 128), (256, 1, 50, 512)),
         _read,
-        _OWN_QUERIES=ALL,
+        _PROJECT_QUERIES=ALL,
     ),
-    _bound("triton", "_OWN_QUERIES", _calls(STEP, *BEAMS), _queries, _OWN_WEIGHT=ALL),
+    _bound("triton", "_PROJECT_QUERIES", _calls(STEP, *BEAMS), _queries, _PROJECT_BYTES=ALL),
     _bound("triton", "_TANH_PER_FOURIER", _calls(BACKWARD, *MANY), _fourier),
     _tiles(
         *("grad_fourier", _calls(BACKWARD, LARGE, (16, 128, 128, 512)), FOURIER),
@@ -197,7 +197,7 @@ SWEEPS = (
     _values("triton", "_GRAD_KEYS", _calls(BACKWARD, ONE), 4, 8, 16, 32),
     _values("triton", "_MOST_IN_TURN", _calls(FORWARD, POOLING, dtype="float32"), 128, 256),
     _values(
-        *("triton", "OWN_FEATURES"),
+        *("triton", "FEATURE_QUERIES"),
         _calls("forward, 32 features", *((64, n, 200, 128) for n in (2, 3, 4))),
         *(0, 2, 4),
     ),

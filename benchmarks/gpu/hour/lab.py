@@ -93,8 +93,6 @@ class Lab:
 
         before = getattr(plans, name)
         setattr(plans, name, partial(_cut, before, value) if isinstance(value, dict) else value)
-        for function in vars(plans).values():  # what they know of plans by the other value
-            getattr(function, "cache_clear", lambda: None)()
         launch.plans.clear()
         return before
 
