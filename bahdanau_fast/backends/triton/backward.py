@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bahdanau_fast import switches
 from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
-from bahdanau_fast.backends.triton.launch import Kept, Steps
+from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
     grad_softmax_kernel,
@@ -31,38 +31,40 @@ _OF_QUERIES = NEED["queries"] | NEED["w_q"]
 _OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["w_f"]
 
 
-@Kept
-def attention_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+@PlanCache
+def attention_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attention_backward``; see :mod:`ops.attention`."""
-    weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = given
+    weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = args
     call = Call(steps, *inputs)
     sizes = call.batch, call.queries_len, call.keys_len
     call.check("weights", weights, sizes, torch.float32, call.dtype)
     call.check("grad_context", grad_context, (*sizes[:2], call.value_size), call.dtype)
     call.check("grad_weights", grad_weights, sizes, weights.dtype)
     # Where no weight is dropped a library multiplies, in 16 bits.
-    needs_own = call.precise or call.is_step or call.given["seed"] is not None
-    by_library = not needs_own and grad_context is not None and weights.dtype == call.dtype
+    by_kernel = call.precise or call.is_step or call.args["seed"] is not None
+    by_library = not by_kernel and grad_context is not None and weights.dtype == call.dtype
     by_library &= 0 not in (*sizes, call.value_size)
-    grads = _Gradients(call, needs, own_values=not by_library)
+    grads = _Gradients(call, needs, with_values=not by_library)
     if grads.through_scores:
         call.project(queries, keys)
     if 0 in sizes:
         grads.zero()
     else:
-        of_context, of_weights = (None if x is None else call.rows(x) for x in given[3:5])
-        call.given |= {"weights": call.whole(weights), "grad_weights": of_weights}
-        call.given["grad_context"] = of_context if call.value_size else None
+        of_context, of_weights = (
+            None if x is None else call.rows(x) for x in (grad_context, grad_weights)
+        )
+        call.args |= {"weights": call.whole(weights), "grad_weights": of_weights}
+        call.args["grad_context"] = of_context if call.value_size else None
         (_of_step if call.is_step else _of_many)(call, grads)
         if by_library and needs & NEED["values"]:
             grads.values = call.steps.make(_of_values, weights, grad_context)
     return grads.results(*inputs[:9])
 
 
-@Kept
-def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+@PlanCache
+def attend_scores_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attend_scores_backward``."""
-    grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = given
+    grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = args
     call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     sizes = call.batch, call.queries_len, call.keys_len
     call.check("grad_scores", grad_scores, sizes, torch.float32)
@@ -70,19 +72,19 @@ def attend_scores_backward(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
     if 0 in sizes:
         grads.zero()
     elif grads.through_scores:
-        call.given["weights"] = None
+        call.args["weights"] = None
         (_through_keys if call.is_step else _grad_tanh)(call, grads, grad_scores)
-    found = grads.results(queries, keys, keys, w_v, None, None, None, features, w_f)
-    return *found[:2], found[3], *found[7:]
+    results = grads.results(queries, keys, keys, w_v, None, None, None, features, w_f)
+    return *results[:2], results[3], *results[7:]
 
 
 class _Gradients:
     """Where gradients go, of projected queries and keys; None where they are not needed.
 
-    Without ``own_values`` a library makes those, which are then set.
+    Without ``with_values`` a library computes those, which are then set.
     """
 
-    def __init__(self, call: Call, needs: int, own_values: bool = True) -> None:
+    def __init__(self, call: Call, needs: int, with_values: bool = True) -> None:
         self._call, self._needs = call, needs
 
         def new(needed: int, *shape: int) -> Tensor | None:
@@ -90,7 +92,7 @@ class _Gradients:
 
         self.queries = new(_OF_QUERIES, call.batch, call.queries_len, call.hidden)
         self.keys = new(_OF_KEYS, call.batch, call.keys_len, call.hidden)
-        of_values = NEED["values"] if own_values else 0
+        of_values = NEED["values"] if with_values else 0
         self.values = new(of_values, call.batch, call.keys_len, call.value_size)
         self.w_v = new(NEED["w_v"], *call.w_v.shape)
         self.through_scores = bool(needs & ~NEED["values"])
@@ -117,13 +119,13 @@ class _Gradients:
             ("w_f", features, (_of_weight, of_keys, features)),
         )
 
-        def made(name: str, given: Any, way: tuple[Any, ...]) -> Tensor:
-            if given is None or not self._needs & NEED[name]:
+        def grad_of(name: str, source: Any, way: tuple[Any, ...]) -> Tensor:
+            if source is None or not self._needs & NEED[name]:
                 return none
             first, *rest = way
             return steps.make(first, *rest) if rest else first
 
-        return tuple(made(*each) for each in ways)
+        return tuple(grad_of(*way) for way in ways)
 
 
 def _of_values(weights: Tensor, grad_context: Tensor) -> Tensor:
@@ -151,18 +153,18 @@ def _of_step(call: Call, grads: _Gradients) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape, new = _plan(call).values, (call.batch, call.queries_len), call.steps.new
     splits, split_keys = call.split(plan)
-    found, means, masses = None, None, None
+    grad_weights, means, masses = None, None, None
     if grads.through_scores:
-        found, means = new(*shape, call.keys_len), new(*shape, splits)
-        if call.given["weights"].dtype != torch.float32:
+        grad_weights, means = new(*shape, call.keys_len), new(*shape, splits)
+        if call.args["weights"].dtype != torch.float32:
             masses = new(*shape, splits)
     call.launch(
         step_values_kernel, call.batch * splits,
-        grad_values=grads.values, grads=found, means=means, masses=masses, splits=splits,
+        grad_values=grads.values, grads=grad_weights, means=means, masses=masses, splits=splits,
         split_keys=split_keys, **plan.blocks,
     )  # fmt: skip
-    if found is not None:
-        _through_keys(call, grads, found, means, masses)
+    if grad_weights is not None:
+        _through_keys(call, grads, grad_weights, means, masses)
 
 
 def _through_keys(
@@ -202,10 +204,10 @@ def _through_keys(
 
 
 def _of_many(call: Call, grads: _Gradients) -> None:
-    """The gradients of many queries: products, then what each pass over tanh gives."""
+    """The gradients of many queries: products, then two passes over tanh."""
     blocks = plans.grad_products(call.gpu)
     of_keys = call.batch * -(-call.keys_len // blocks["BLOCK_K"])
-    if grads.values is not None and call.given["grad_context"] is None:
+    if grads.values is not None and call.args["grad_context"] is None:
         call.steps.make(Tensor.zero_, grads.values)
     elif grads.values is not None:
         programs = of_keys * -(-call.value_size // blocks["BLOCK_D"])
@@ -232,7 +234,7 @@ def _of_many(call: Call, grads: _Gradients) -> None:
 
 def _longest(lens: Tensor) -> Tensor:
     """A length per batch row, of the query that looks at most keys."""
-    if lens.is_floating_point():  # a NaN keeps none
+    if lens.is_floating_point():  # a NaN leaves no key
         lens = lens.nan_to_num(0.0, float("inf"), 0.0)
     return lens.amax(1)
 
@@ -242,7 +244,7 @@ def _grad_tanh(
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are needed, from 16 bits by Fourier sums.
 
-    That of w_v is made with the keys: roundings of a query's sinusoids add up to nothing there.
+    That of w_v comes with the keys: roundings of a query's sinusoids add up to nothing there.
     """
     of_keys, table = grads.keys is not None or grads.w_v is not None, None
     if grad_scores.dtype != torch.float32:

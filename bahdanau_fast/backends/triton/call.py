@@ -24,7 +24,7 @@ from bahdanau_fast.kernels.tiles import tables_kernel
 __all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "usual"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What a size of compiled code may be of which nothing is known.
+# What a size of compiled code is taken for that has no hint.
 _ANY = 64
 # Bytes of shared memory of AMD's GPUs, where torch does not say what a block may have.
 _SHARED = 64 << 10
@@ -45,7 +45,7 @@ class Call:
         features: and ``w_f``, laid out likewise; or None.
         is_step: whether the kernels of a step serve the call.
         by_products: whether tanh of many queries is made of products.
-        given: what is the same for all its kernels, by the names that those have.
+        args: what is the same for all its kernels, by the names that those have.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Call:
             self.features, self.w_f = self.rows(features), self.whole(w_f)
         self.precise = queries.dtype == torch.float32
         self.by_products = self.gpu.halves and not (self.precise or activation)
-        self.given: dict[str, Any] = {
+        self.args: dict[str, Any] = {
             "values": values, "w_v": self.w_v, "Tk": self.keys_len, "H": self.hidden,
             "Dv": self.value_size, "slope": float(negative_slope), "ACTIVATION": activation,
             "PRECISE": self.precise, "NATIVE": self.gpu.native,
@@ -94,7 +94,7 @@ class Call:
             scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
             (bits,) = struct.unpack("q", struct.pack("d", scale))
             threshold = -int(-dropout_p * 2**32 // 1)
-            self.given |= {"seed": seed, "threshold": threshold, "scale_bits": bits}
+            self.args |= {"seed": seed, "threshold": threshold, "scale_bits": bits}
 
     @classmethod
     def of_scores(
@@ -106,16 +106,16 @@ class Call:
         inputs = queries, keys, keys, w_v, *absent[:3], features, w_f, *absent
         return cls(steps, *inputs, 0.0, *activation)
 
-    def launch(self, kernel: Any, *grid: int, **own: Any) -> None:
-        """Launch a kernel with its own arguments and those that it shares with others."""
-        mask, (names, pick, strided) = self.mask, _taken(kernel)
-        given = {
-            **self.given, "queries": self.queries, "Tq": self.queries_len, "lens": self.lens,
-            "mask": mask, "mask_key": 0 if mask is None else mask.stride(2), **own,
+    def launch(self, kernel: Any, *grid: int, **more: Any) -> None:
+        """Launch a kernel with these arguments and those that it shares with others."""
+        mask, (names, pick, strided) = self.mask, _parameters(kernel)
+        args = {
+            **self.args, "queries": self.queries, "Tq": self.queries_len, "lens": self.lens,
+            "mask": mask, "mask_key": 0 if mask is None else mask.stride(2), **more,
         }  # fmt: skip
         for name, batch, row in strided:
-            given[batch], given[row] = _strides(given[name])
-        self.steps.launch(kernel, *grid, **dict(zip(names, pick(given), strict=True)))
+            args[batch], args[row] = _strides(args[name])
+        self.steps.launch(kernel, *grid, **dict(zip(names, pick(args), strict=True)))
 
     def rows(self, x: Tensor) -> Tensor:
         """``x`` with its features side by side, as the kernels read it."""
@@ -144,7 +144,7 @@ class Call:
     def split(self, plan: plans.StepPlan, in_tiles: bool = False) -> tuple[int, int]:
         """How many splits a plan has, and keys of one.
 
-        Compiled code keeps one of both, whatever keys there are: the second where splits are tiles.
+        Compiled code has one of both for all lengths of keys: the second where splits are tiles.
         """
         if type(self.keys_len) is int:
             return plan.splits, plan.split_keys
@@ -173,16 +173,16 @@ class Call:
             ("keys", keys, self.w_k, self.bias),
             ("queries", queries, self.w_q, None),
         )
-        for name, known, weight, bias in (of_keys,) if but_queries else (of_keys, of_queries):
+        for name, saved, weight, bias in (of_keys,) if but_queries else (of_keys, of_queries):
             rows = getattr(self, name)
             if weight is None:
                 continue
-            if known is None or tuple(known.shape) == (0,):
-                found = self.steps.make(F.linear, rows, weight, bias)
+            if saved is None or tuple(saved.shape) == (0,):
+                projected = self.steps.make(F.linear, rows, weight, bias)
             else:
-                self.check(f"projected_{name}", known, (*rows.shape[:2], self.hidden), self.dtype)
-                found = self.rows(known)
-            setattr(self, name, found)
+                self.check(f"projected_{name}", saved, (*rows.shape[:2], self.hidden), self.dtype)
+                projected = self.rows(saved)
+            setattr(self, name, projected)
         if not but_queries:
             self.w_q = None
 
@@ -198,8 +198,8 @@ def usual(size: Any) -> int:
     """A size; of compiled code, whose sizes change, the first one: for what is right for all."""
     if type(size) is not int:
         size = size.node.hint if size.node.has_hint() else _ANY
-    found: int = size
-    return found
+    usual_size: int = size
+    return usual_size
 
 
 def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
@@ -207,18 +207,18 @@ def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
 
 
 class Table(NamedTuple):
-    """Of projected rows exp(2 x), tanh(x) after them, and max|x| of each; or neither."""
+    """Of projected rows exp(2 x), tanh(x) after them, and max|x| per row; or neither."""
 
     entries: Tensor | None
     largest: Tensor | None
 
 
 @functools.cache
-def _taken(kernel: Any) -> tuple[list[str], Callable[..., Any], list[tuple[str, str, str]]]:
-    """Names of what a kernel is given, what picks it, and what it takes strides of, with theirs."""
+def _parameters(kernel: Any) -> tuple[list[str], Callable[..., Any], list[tuple[str, str, str]]]:
+    """Names of a kernel's parameters, what picks them, and those that it takes strides of."""
     strided = [(name, f"{short}_batch", f"{short}_row") for name, short in _STRIDES.items()]
     names = [*kernel.arg_names, "num_warps"]
-    return names, itemgetter(*names), [each for each in strided if each[1] in names]
+    return names, itemgetter(*names), [strides for strides in strided if strides[1] in names]
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def lengths(call: Call) -> Tensor | None:
 
 def new_table(call: Call, most: int) -> Table:
     """Where the table of up to so many rows goes."""
-    if call.given["ACTIVATION"]:
+    if call.args["ACTIVATION"]:
         return Table(None, None)
     entries = call.steps.new(2, call.batch, most, call.hidden)
     return Table(entries, call.steps.new(call.batch, most))
@@ -262,7 +262,7 @@ def make_table(call: Call, x: Tensor, table: Table) -> None:
 
 @functools.cache
 def gpu(device: torch.device) -> plans.Gpu:
-    """What plans know of a GPU."""
+    """A GPU as plans see it."""
     if device.type != "cuda":  # kernels are interpreted
         return plans.Gpu(132, _SHARED, "")
     has = torch.cuda.get_device_properties(device)

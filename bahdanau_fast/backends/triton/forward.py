@@ -13,7 +13,7 @@ from torch import Tensor
 from bahdanau_fast import switches
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton.call import Call, lengths, make_table, new_table, usual
-from bahdanau_fast.backends.triton.launch import Kept, Steps
+from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.decode import combine_kernel, decode_kernel
 from bahdanau_fast.kernels.rational_terms import rational_scores_kernel, rational_terms_kernel
@@ -23,23 +23,23 @@ from bahdanau_fast.kernels.softmax import softmax_kernel
 __all__ = ["attend_scores", "attention", "recorded"]
 
 
-@Kept
-def attention(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
+@PlanCache
+def attention(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attention``; see :mod:`ops.attention`."""
-    *inputs, need_weights, _, _, narrow = given
+    *inputs, need_weights, _, _, narrow = args
     call = Call(steps, *inputs)
     # Torch projects keys; and queries, unless W_q is so small that the launch of a step reads it.
-    own = call.is_step and plans.projects_queries(
+    in_launch = call.is_step and plans.projects_queries(
         call.queries_len, usual(call.query_size), call.hidden, call.size
     )
-    call.project(but_queries=own)
+    call.project(but_queries=in_launch)
     return _attended(call, need_weights, narrow, None)
 
 
-@Kept
-def recorded(steps: Steps, *given: Any) -> tuple[Tensor, ...]:
-    """The operator ``attention.recorded``: counts and projections follow what attention gives."""
-    *inputs, need_weights, _, _, narrow = given
+@PlanCache
+def recorded(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
+    """The operator ``attention.recorded``: counts and projections follow attention's results."""
+    *inputs, need_weights, _, _, narrow = args
     call = Call(steps, *inputs)
     call.project()
     _, keys, _, _, w_q, w_k, _, _, _, lens, mask, *_ = inputs
@@ -61,12 +61,12 @@ def _attended(
     dtype = call.dtype if narrow else torch.float32
     weights = steps.new(*shape, dtype=dtype) if need_weights else None
     row = 0 if counts is None else call.queries_len if counts.dim() > 1 else 1
-    call.given |= {"weights": weights, "counts": counts, "counts_row": row}
+    call.args |= {"weights": weights, "counts": counts, "counts_row": row}
     if 0 in shape:
         context = _new_context(call)
-        for made in (context, counts):
-            if made is not None:
-                steps.make(Tensor.zero_, made)
+        for result in (context, counts):
+            if result is not None:
+                steps.make(Tensor.zero_, result)
     else:
         context = _step(call) if call.is_step else _many(call)
     return context, steps.none(dtype) if weights is None else weights
@@ -76,10 +76,10 @@ def _new_context(call: Call) -> Tensor:
     return call.steps.new(call.batch, call.queries_len, call.value_size, dtype=call.dtype)
 
 
-@Kept
-def attend_scores(steps: Steps, *given: Any) -> Tensor:
+@PlanCache
+def attend_scores(steps: Steps, *args: Any) -> Tensor:
     """The operator ``attend_scores``."""
-    queries, keys, w_v, features, w_f, activation, slope, _ = given
+    queries, keys, w_v, features, w_f, activation, slope, _ = args
     call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     if 0 in (call.batch, call.queries_len, call.keys_len):
         return steps.new(call.batch, call.queries_len, call.keys_len)
@@ -106,13 +106,13 @@ def _step(call: Call) -> Tensor:
     else:
         keys, features, w_f = call.summed_keys, None, None
     # Apart from the weights: a tile smaller than the program is read by several threads at once.
-    weighs = call.given["weights"] is not None
+    weighs = call.args["weights"] is not None
     scores = new(batch, queries_len, call.keys_len) if weighs else None
     parts, maxima, sums = context, None, None
     if splits > 1:
         parts = new(batch, queries_len, splits, value_size)
         maxima, sums = (new(batch, queries_len, splits) for _ in range(2))
-    call.given |= {"scores": scores, "maxima": maxima, "sums": sums, "splits": splits}
+    call.args |= {"scores": scores, "maxima": maxima, "sums": sums, "splits": splits}
     call.launch(
         decode_kernel, batch * splits * queries_len,
         keys=keys, context=parts, features=features, w_f=w_f,
@@ -129,10 +129,10 @@ def _step(call: Call) -> Tensor:
 
 def _many(call: Call) -> Tensor:
     """All queries; where nothing but the context is wanted, as many at once as scores allow."""
-    given, total = call.given, call.queries_len
+    total = call.queries_len
     chunk = plans.query_chunk(usual(call.batch), usual(call.keys_len), GPU_STEP_QUERIES + 1)
-    # A weight's place decides whether it is dropped: with dropout the queries stay together.
-    together = any(given[name] is not None for name in ("weights", "counts", "seed"))
+    # A weight's index decides whether it is dropped: with dropout the queries stay together.
+    together = any(call.args[name] is not None for name in ("weights", "counts", "seed"))
     if together or type(total) is not int or chunk >= total:
         return _some(call, _Scratch(call, total))
     scratch, starts = _Scratch(call, chunk), range(0, total, chunk)
@@ -145,7 +145,7 @@ def _joined(*contexts: Tensor) -> Tensor:
 
 
 class _Scratch:
-    """Memory for the scores of up to so many queries, and for what they are made of."""
+    """Memory for the scores of up to so many queries, and for terms or a table."""
 
     def __init__(self, call: Call, most: int, split: bool = True) -> None:
         new, self.splits, self.raw = call.steps.new, 1, not split
@@ -175,11 +175,11 @@ def _some(call: Call, scratch: _Scratch) -> Tensor:
 
     Where all keys are seen a library multiplies, in 16 bits: values behind a mask may be NaN.
     """
-    steps, weights, lens = call.steps, call.given["weights"], lengths(call)
+    steps, weights, lens = call.steps, call.args["weights"], lengths(call)
     context, dropped, features = None, None, 0
     if call.precise or lens is not None:
         context, features = _new_context(call), call.value_size
-    elif weights is None or weights.dtype != call.dtype or call.given["seed"] is not None:
+    elif weights is None or weights.dtype != call.dtype or call.args["seed"] is not None:
         dropped = steps.new(call.batch, call.queries_len, call.keys_len, dtype=call.dtype)
     _scores(call, scratch, lens)
     blocks = plans.products(usual(features), call.size, call.gpu)
@@ -191,7 +191,7 @@ def _some(call: Call, scratch: _Scratch) -> Tensor:
     )  # fmt: skip
     if context is None:
         factors = weights if dropped is None else dropped
-        context = steps.make(torch.bmm, factors, call.given["values"])
+        context = steps.make(torch.bmm, factors, call.args["values"])
     return context
 
 
