@@ -20,10 +20,7 @@ def grad_weights_kernel(
     scale_bits, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Out = dropout(grad_context @ values^T) + grad_weights, at the valid keys.
-
-    Zero at those of them that the mask hides. Of the gradients one may be None.
-    """
+    """Out = dropout(grad_context @ values^T) + grad_weights at valid keys, zero at masked ones."""
     key_block, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K), tl.cdiv(Tq, BLOCK_Q))
     j = key_block * BLOCK_K + tl.arange(0, BLOCK_K)
     i = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q)

@@ -28,28 +28,20 @@ def decode_kernel(
     """Context and weights of one query over all keys, or over those of a split.
 
     Args:
-        queries: (B,Tq,H) projected, or (B,Tq,Dq) with ``w_q``.
+        queries: (B,Tq,H) projected, or (B,Tq,Dq) with ``w_q`` (H,Dq).
         keys: (B,Tk,H) projected.
         context: (B,Tq,Dv); with SPLIT the unscaled sums (B,Tq,splits,Dv) in fp32.
         scores: (B,Tq,Tk), scratch in fp32; -inf where a query does not look. None without weights.
         weights: (B,Tq,Tk); with SPLIT left to `combine_kernel`.
-        maxima: (B,Tq,splits) largest score, with SPLIT.
-        sums: (B,Tq,splits) sum of exponentials, with SPLIT.
-        w_q: (H,Dq), or None.
+        maxima, sums: (B,Tq,splits) largest score and sum of exponentials, with SPLIT.
         features: (B,Tk,C), which times ``w_f`` (H,C) is added to the keys; or None.
         split_keys: keys of one split, a multiple of BLOCK_K.
-        slope: of leaky ReLU, on the left.
-        lens, mask, seed: None where there are no lengths, no mask, no dropout.
         counts: (B,counts_row), how many keys the lengths leave, or None; without a mask.
     """
     split, i, b = program_blocks(splits, Tq)
     row = b * Tq + i
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    query = queries + b * q_batch + i.to(tl.int64) * q_row
-    if w_q is not None:
-        a = project_one(query, w_q, h, H, Dq, BLOCK_H, BLOCK_X)[None, :]
-    else:
-        a = load_row(query, h, H)
+    a = load_query(queries + b * q_batch + i.to(tl.int64) * q_row, w_q, h, H, Dq, BLOCK_X)
     w = load_row(w_v, h, H)
     first = split * split_keys
     stop = tl.minimum(first + split_keys, Tk)
@@ -100,9 +92,19 @@ def decode_kernel(
         for k0 in range(tl.maximum(first, tl.cdiv(last, BLOCK_K) * BLOCK_K), stop, BLOCK_K):
             j = k0 + tl.arange(0, BLOCK_K)
             tl.store(scores + row * Tk + j, float("-inf"), mask=j < Tk)
-    result = tl.sum(acc, axis=0)
+    store_result(
+        context, maxima, sums, scores, weights, row, row * splits + split, most, total,
+        tl.sum(acc, axis=0), d, Tk, Dv, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_result(
+    context, maxima, sums, scores, weights, row, index, most, total, result, d, Tk, Dv,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """What a split leaves to `combine_kernel`, or context and weights of a row."""
     if SPLIT:
-        index = row * splits + split
         tl.store(maxima + index, most)
         tl.store(sums + index, total)
         tl.store(context + index * Dv + d, result, mask=d < Dv)
@@ -116,10 +118,7 @@ def decode_kernel(
 
 @triton.jit
 def seen_of_split(mask, mask_key, first, stop, valid_len, Tk):
-    """Whether a query sees no key at all, and where the keys of a split end that it looks at.
-
-    A query that sees none is uniform over all keys.
-    """
+    """Whether a query sees no key, so is uniform over all; where its keys of a split end."""
     end = valid_len
     if mask is not None:
         end = last_seen(mask, mask_key, first, tl.minimum(valid_len, stop), 1024)
@@ -155,14 +154,18 @@ def row_scores(
 
 
 @triton.jit
-def project_one(x, weight, h, H, D, BLOCK_H: tl.constexpr, BLOCK_X: tl.constexpr):
-    """weight[h] . x of one row, (BLOCK_H,), on the plain units."""
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for d0 in range(0, D, BLOCK_X):
-        d = d0 + tl.arange(0, BLOCK_X)
-        tile = load_tile(weight + h.to(tl.int64) * D, h < H, d, D)
-        total += tl.sum(tile * load_row(x, d, D), axis=1)
-    return total
+def load_query(x, w_q, h, H, D, BLOCK_X: tl.constexpr):
+    """One query (1,BLOCK_H), projected by w_q on the plain units unless that is None."""
+    if w_q is None:
+        query = load_row(x, h, H)
+    else:
+        total = tl.zeros([h.shape[0]], tl.float32)
+        for d0 in range(0, D, BLOCK_X):
+            d = d0 + tl.arange(0, BLOCK_X)
+            tile = load_tile(w_q + h.to(tl.int64) * D, h < H, d, D)
+            total += tl.sum(tile * load_row(x, d, D), axis=1)
+        query = total[None, :]
+    return query
 
 
 @triton.jit

@@ -1,8 +1,7 @@
 """Arithmetic that the kernels share: tanh by reciprocals, products.
 
 Sizes: B batch, Tq queries, Tk keys, H hidden units, Dv features of a value. Sums are fp32.
-``NATIVE`` allows NVIDIA instructions; without it the code is plain Triton, as the interpreter and
-other GPUs need it.
+``NATIVE`` allows NVIDIA instructions, which the interpreter and other GPUs do not have.
 
 Tanh is ``tanh(z) = 1 - 2 r`` with ``r = 1 / (1 + exp(2 z))``. Several elements share one
 reciprocal, ``w0/x0 + w1/x1 = (w0 x1 + w1 x0) / (x0 x1)``, and where ``z = a + c`` stays small
@@ -21,7 +20,7 @@ TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 LARGEST = tl.constexpr(31.0)
 # |c| up to which 1 + tanh(a) tanh(c) is at least 0.24, whatever a is.
 SMALL = tl.constexpr(1.0)
-# Activations, by their places in bahdanau_fast.checks.
+# Activations, by index in bahdanau_fast.checks.
 TANH, RELU = tl.constexpr(0), tl.constexpr(1)
 # |a| + |c| up to which exp(2 a) exp(2 c) keeps to them: x log(2) / 2.
 NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)

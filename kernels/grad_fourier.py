@@ -44,9 +44,9 @@ def sinusoids(x, period, ROWS: tl.constexpr, UNITS: tl.constexpr):
     sine8, cosine8 = double(sine4, cosine4)
     zero = tl.zeros_like(x)
     cosines, sines = tl.join(zero + 1.0, cosine8), tl.join(zero, sine8)
-    cosines, sines = with_rotated(cosines, sines, cosine4, sine4, ROWS, UNITS, 4)
-    cosines, sines = with_rotated(cosines, sines, cosine2, sine2, ROWS, UNITS, 8)
-    cosines, sines = with_rotated(cosines, sines, cosine1, sine1, ROWS, UNITS, 16)
+    cosines, sines = with_rotated(cosines, sines, cosine4, sine4, (ROWS, UNITS, 4))
+    cosines, sines = with_rotated(cosines, sines, cosine2, sine2, (ROWS, UNITS, 8))
+    cosines, sines = with_rotated(cosines, sines, cosine1, sine1, (ROWS, UNITS, 16))
     return cosines, tl.where(tl.arange(0, HARMONICS)[None, None, :] == 0, x[:, :, None], sines)
 
 
@@ -57,17 +57,13 @@ def double(sine, cosine):
 
 
 @triton.jit
-def with_rotated(
-    cosines, sines, cosine, sine, ROWS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr
-):
-    """Each sinusoid, and after it the same rotated by an angle."""
+def with_rotated(cosines, sines, cosine, sine, SHAPE: tl.constexpr):
+    """Sinusoids, and after every one the same rotated by an angle."""
     cosine, sine = cosine[:, :, None], sine[:, :, None]
     rotated_cosines = cosines * cosine - sines * sine
     rotated_sines = sines * cosine + cosines * sine
-    return (
-        tl.reshape(tl.join(cosines, rotated_cosines), ROWS, UNITS, COUNT),
-        tl.reshape(tl.join(sines, rotated_sines), ROWS, UNITS, COUNT),
-    )
+    cosines = tl.reshape(tl.join(cosines, rotated_cosines), SHAPE)
+    return cosines, tl.reshape(tl.join(sines, rotated_sines), SHAPE)
 
 
 @triton.jit
@@ -97,13 +93,10 @@ def load_eight(others, gradients, inside, first, last, o_row, g_other, h, H):
 
 
 @triton.jit
-def direct_sums(
-    x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def direct_sums(x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE: tl.constexpr):
     """Sums over the others of gradients times slopes, and times tanh, element by element."""
-    slope_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
-    tanh_sums = tl.zeros([BLOCK_R, BLOCK_H, 8], tl.float32)
+    slope_sums = tl.zeros([x.shape[0], x.shape[1], 8], tl.float32)
+    tanh_sums = tl.zeros([x.shape[0], x.shape[1], 8], tl.float32)
     y, g = load_eight(others, gradients, inside, 0, last, o_row, g_other, h, H)
     for first in range(0, last, 8):
         # NaN reaches only the queries that attend to it.
@@ -113,26 +106,6 @@ def direct_sums(
         tanh_sums += g * t
         y, g = load_eight(others, gradients, inside, first + 8, last, o_row, g_other, h, H)
     return tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
-
-
-@triton.jit
-def apply_coefficients(
-    x, cos_coefficients, sin_coefficients, period, W: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Sums over the harmonics, times the sinusoids of the rows: of slopes, and of tanh if W."""
-    cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
-    n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
-    angle = n * (6.283185307179586 / period)
-    a = tl.maximum(angle, 1e-6) * 1.5707963267948966
-    factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
-    factor = tl.where(n == 0.0, 2.0 / period, factor)
-    harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
-    slopes, tanhs = tl.sum(harmonics * factor, axis=2), tl.zeros_like(x)
-    if W:
-        factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
-        tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
-    return slopes, tanhs
 
 
 @triton.jit(do_not_specialize=["R", "O", "lens_batch"])
@@ -180,10 +153,17 @@ def grad_fourier_kernel(
             sin_coefficients += product(g, sines, PRECISION)
         cos_coefficients = tl.reshape(cos_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
         sin_coefficients = tl.reshape(sin_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
-        slopes, tanhs = apply_coefficients(
-            x, cos_coefficients, sin_coefficients, period, w_parts is not None, NATIVE, BLOCK_R,
-            BLOCK_H,
-        )  # fmt: skip
+        cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
+        n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
+        angle = n * (6.283185307179586 / period)
+        a = tl.maximum(angle, 1e-6) * 1.5707963267948966
+        factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
+        factor = tl.where(n == 0.0, 2.0 / period, factor)
+        harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
+        slopes = tl.sum(harmonics * factor, axis=2)
+        if w_parts is not None:
+            factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
+            tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
     if accurate & (most > 3.0):
         squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
         for first in range(0, last, BLOCK_O):
@@ -193,7 +173,7 @@ def grad_fourier_kernel(
         accurate = sum_of(slopes * w * (slopes * w)) >= least
     if not accurate:
         slopes, tanhs = direct_sums(
-            x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE, BLOCK_R, BLOCK_H
+            x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE
         )
     if out is not None:
         target = out + (b * R + r) * H

@@ -1,7 +1,7 @@
 """Backward of a decoder step of up to 16 queries, in three launches.
 
 Roof: reading values and keys once and writing their gradients, ``2 B Tk (H + Dv)`` numbers; with
-several queries 20 instructions for each (query, key, hidden unit). A program takes a split of one
+several queries 20 instructions per (query, key, hidden unit). A program takes a split of one
 row's keys, whole rows in a tile. With one query, copies of the next tiles are under way while it
 computes, and sums over keys stay in a thread until it ends. With several, a program of the keys is
 a warp with one tile of some hidden units. The last kernel adds up what programs left.
@@ -106,8 +106,7 @@ def step_keys_kernel(
             laid as ``g_batch``, ``g_row`` and ``g_key`` say, are those of the scores.
         means: (B,Tq,parts), which are added up; ``masses`` likewise, or None.
         grad_keys: (B,Tk,H); or None, as what follows.
-        q_parts: (B,Tq,splits,H), the split's part of the gradient of a query. With several queries
-            a split is one tile.
+        q_parts: (B,Tq,splits,H), a split's part of a query's gradient; of several splits are tiles.
         w_parts: (B,splits,H), that of w_v.
     """
     hidden_block, split, b = program_blocks(tl.cdiv(H, BLOCK_H), splits)

@@ -29,11 +29,9 @@ def grad_tanh_kernel(
     its queries, bounds the keys, which are the rows or the others.
 
     Args:
-        rows: (B,R,H), with ``r_batch`` and ``r_row``.
-        others: (B,O,H), with ``o_batch`` and ``o_row``.
+        rows, others: (B,R,H) and (B,O,H), with the strides of their first dimensions.
         table: exp(2 others), (B,O,H) fp32, and from ``second`` on their tanh; or None.
         largest: max|others|, (B,O).
-        w_v: (H,).
         grad_scores: (B,R,O) as ``g_batch``, ``g_row``, ``g_other`` lay it.
         lens: (B,), with ``lens_batch``; or None.
         out: (B,R,H), contiguous; or None, as what follows.
@@ -45,8 +43,8 @@ def grad_tanh_kernel(
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     inside, last = rows_and_others(r, R, O, lens, b * lens_batch, ROWS_ARE_KEYS)
     row_pointers = rows + b * r_batch + r.to(tl.int64) * r_row
-    w0, w1 = two_rows(w_v, h, H, BLOCK_H)
-    c0, c1 = two_tiles(row_pointers, inside, h, H, BLOCK_H)
+    w0, w1 = two_rows(w_v, h, H)
+    c0, c1 = two_tiles(row_pointers, inside, h, H)
     if table is not None:
         most = tl.maximum(largest_of(c0), largest_of(c1))
         small = most <= SMALL
@@ -63,19 +61,15 @@ def grad_tanh_kernel(
             if table is not None:
                 # In a small tile any other is valid.
                 if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                    entries = table + (b * O + o) * H
-                    t0, t1, s0, s1 = table_slopes(
-                        entries, second, c0, c1, small, h, H, NATIVE, BLOCK_H
-                    )
+                    e = table + (b * O + o) * H
+                    t0, t1, s0, s1 = table_slopes(e, second, c0, c1, small, h, H, NATIVE)
                 else:
-                    r0, r1 = two_tiles(row_pointers, inside, h, H, BLOCK_H)
+                    r0, r1 = two_tiles(row_pointers, inside, h, H)
                     t0, t1, s0, s1 = direct_slopes(
-                        other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE, BLOCK_H
+                        other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE
                     )
             else:
-                t0, t1, s0, s1 = direct_slopes(
-                    other, c0, c1, g, h, H, slope, ACTIVATION, NATIVE, BLOCK_H
-                )
+                t0, t1, s0, s1 = direct_slopes(other, c0, c1, g, h, H, slope, ACTIVATION, NATIVE)
             s0, s1 = g * s0, g * s1
             run0 += s0
             run1 += s1
@@ -98,14 +92,11 @@ def grad_tanh_kernel(
 
 
 @triton.jit
-def direct_slopes(
-    other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def direct_slopes(other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
     """The activation and slopes of rows and one other; zero where there is no gradient."""
     # NaN reaches only the queries that attend to it.
     none = g == 0.0
-    a0, a1 = two_rows(other, h, H, BLOCK_H)
+    a0, a1 = two_rows(other, h, H)
     t0, s0 = with_slope(tl.where(none, 0.0, a0 + c0), slope, ACTIVATION, True, NATIVE)
     t1, s1 = with_slope(tl.where(none, 0.0, a1 + c1), slope, ACTIVATION, True, NATIVE)
     return t0, t1, s0, s1
@@ -119,16 +110,16 @@ def slope_of(e, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def table_slopes(entries, second, c0, c1, small, h, H, NATIVE: tl.constexpr, BLOCK_H: tl.constexpr):
+def table_slopes(e, second, c0, c1, small, h, H, NATIVE: tl.constexpr):
     """Tanh and slopes of rows and one other from what is stored of both, with one reciprocal.
 
     Of exp(2 z) the slope is 4 e / (1 + e)^2: where tanh is one, 1 - tanh^2 would be a rounding, and
     not zero. Of tanh of the two, t and u, it is that of both over (1 + t u)^2. The other's, whose
     tanh may be nearly one, is from its exponential: from that tanh it would be a rounding.
     """
-    e0, e1 = two_rows(entries, h, H, BLOCK_H)
+    e0, e1 = two_rows(e, h, H)
     if small:
-        u0, u1 = two_rows(entries + second, h, H, BLOCK_H)
+        u0, u1 = two_rows(e + second, h, H)
         r0, r1 = two_reciprocals(c0 * u0 + 1.0, c1 * u1 + 1.0, NATIVE)
         t0, t1 = (c0 + u0) * r0, (c1 + u1) * r1
         s0 = (1.0 - c0 * c0) * slope_of(e0, NATIVE) * (r0 * r0)

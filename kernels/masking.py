@@ -77,11 +77,7 @@ def inverse_of(total):
 
 @triton.jit
 def weigh_difference(weight, x, mean):
-    """Weight * (x - mean).
-
-    The difference itself, of one mean and many x of a size, would be rounded to the same side for
-    all of them, which adds up over a row.
-    """
+    """Weight * (x - mean): of many x of a size that difference would round to one side in a row."""
     return weight * x - weight * mean
 
 

@@ -1,9 +1,8 @@
 """How each kernel cuts its work: tile sizes, warps and key splits, from sizes alone.
 
-The idea behind the choices: a warp holds tiles in at most about 128 registers a thread, so that
-four programs of four warps share a multiprocessor; small problems are cut finer until every
-multiprocessor has work. gpu-h100.csv has times of these plans, and of no others: beside a number
-that was not measured stands the call that would settle it. Knows no torch.
+A warp holds tiles in at most about 128 registers a thread, so that four programs of four warps
+share a multiprocessor; small problems are cut finer until every multiprocessor has work. Beside a
+number that was not measured stands the call that would settle it. Knows no torch.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Gpu(NamedTuple):
         """Whether products of half types are made on tensor cores; if not, half types become fp32.
 
         On compute capability 7.5 Triton makes them of fma. Those of gfx90a take subnormals of fp16
-        for zero; on gfx1100 kernels that are made of products spill. Of AMD's others gfx942 and
-        gfx950 are tested.
+        for zero; on gfx1100 kernels of products spill. AMD's others are unknown but for two.
         """
         if self.native:
             return self.arch != "sm_75"
@@ -93,8 +91,6 @@ def _tile(width: int, elements: int, keys_len: int, warps: int = 0) -> tuple[int
 # measured: gpu-h200.csv, "features inside: (64,2,200,128), 32 features, forward, bfloat16" is
 # ahead, "features inside: (64,3,200,128), 32 features, forward, bfloat16" is not.
 FEATURE_QUERIES = 2
-
-
 # A launch projects up to so many queries, where each program reads at most so many bytes of W_q,
 # times the queries.
 # measured: gpu-h200.csv, "triton, W_q inside: (64,1,50,256), forward, bfloat16" takes less than
@@ -174,15 +170,17 @@ def grad_step(
     if queries_len == 1:
         rows, warps = _tile(block_d, elements, split_values)
         keys, key_warps = _tile(block_h, elements, split_keys)
+        stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
     else:
         block_h = min(block_h, 64)
         rows, warps = _tile(block_d, 256, split_values, 16 if block_d > 512 else 8)
         keys, key_warps = _tile(block_h, 512 // parts, keys_len, 1)
         split_keys = keys
+        stages, key_stages = (
+            2,
+            3 if size == 4 else 1,
+        )  # others spill: 16 bits on sm_80, fp32 on sm_90
     splits, key_splits = (-(-keys_len // n) for n in (split_values, split_keys))
-    stages, key_stages = _stages(rows * block_d * size), _stages(keys * block_h * size)
-    if queries_len > 1:  # other numbers spill: in 16 bits on sm_80, in fp32 on sm_90
-        stages, key_stages = 2, 3 if size == 4 else 1
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
     values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d, "STAGES": stages, "num_warps": warps}
     key_blocks = block_q | {"BLOCK_S": power_of_two(splits), "BLOCK_K": keys, "BLOCK_H": block_h}
@@ -262,10 +260,7 @@ def rational_terms(
 def scores(
     batch: int, queries_len: int, keys_len: int, hidden: int, size: int, gpu: Gpu
 ) -> dict[str, Any]:
-    """Of `scores_kernel`: 64 elements a thread in registers; less of all where work is short.
-
-    ``size`` is bytes of an element: fp32, in its precision, takes half as many at once.
-    """
+    """Of `scores_kernel`: 64 elements a thread in registers, 32 of fp32; fewer of few."""
     block_h, sizes = _block(-(-hidden // 4), 16, 64), (batch, queries_len, keys_len)
     if gpu.halves:
         block_k = 32 if size == 2 and _programs(*sizes, 64, 32) >= 512 else 16
@@ -278,10 +273,7 @@ def scores(
 
 
 def products(features: int, size: int, gpu: Gpu) -> dict[str, Any]:
-    """Of `softmax_kernel`: all features at once, as far as 512; fp32 products are kept short.
-
-    Those are unrolled, without tensor cores.
-    """
+    """Of `softmax_kernel`: up to 512 features at once; fp32 products are unrolled, so short."""
     if size == 4 or not gpu.halves:
         return {"BLOCK_Q": 8, "BLOCK_K": 32, "BLOCK_D": 64, "num_warps": 4}
     block_d = _block(features, 16, 512)
@@ -329,11 +321,8 @@ def pays_by_fourier(queries_len: int, keys_len: int) -> bool:
 
 
 def grad_fourier(rows_len: int, others_len: int, gpu: Gpu) -> dict[str, Any]:
-    """Of `grad_fourier_kernel`: up to 128 rows, 64 others, 64 sinusoids of 4 units; Hopper: of 8.
-
-    There that is the fastest (gpu-h200.csv, "waves of 8 units, ..."); elsewhere it takes too many
-    registers.
-    """
+    """Of `grad_fourier_kernel`: 128 rows, 64 others, sinusoids of 4 units; Hopper: of 8."""
+    # The fastest on sm_90 (gpu-h200.csv, "waves of 8 units, ..."); elsewhere too many registers.
     block_r, block_o = _block(rows_len, 16, WHOLE_TILES), _block(others_len, 16, 64)
     tile = {"BLOCK_H": 8, "STAGES": 1} if gpu.arch == "sm_90" else {"BLOCK_H": 4, "STAGES": 3}
     # Eight warps are two warpgroups of a Hopper. Before 3.9 Triton's wait for products holds back

@@ -2,9 +2,9 @@
 
 With ``e = exp(-2 |x|)`` a projection x has two factors, (e, 1) if it is positive, else (1, e), and
 ``tanh(a + c) = (a1 c1 - a0 c0) / (a1 c1 + a0 c0)``. So the common denominator of four units is a
-sum over the 16 choices of a factor of each: a product of 16 terms of the query, made once, and 16
-of the key. The numerator is the same sum, each choice weighed by ``w0 + w1 + w2 + w3`` with the
-signs that it gives them. No summand of a denominator is negative: nothing cancels valid.
+sum over the 16 choices of one factor per unit: a product of 16 terms of the query and 16 of the
+key. The numerator is the same sum, a choice weighed by ``w0 + w1 + w2 + w3`` with the signs
+that it gives them. No summand of a denominator is negative: nothing cancels in it.
 
 Roof, per (query, key, hidden unit): 8 multiplications on tensor cores, an eighth of a reciprocal,
 an instruction to add up. Read beside it: a table of 8 bytes for each projection.
@@ -117,10 +117,7 @@ def wide_scores(
     query_rows, key_rows, w_v, power, first, end, H, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scores over quads from ``first`` to ``end`` over ``power``, and the least denominator.
-
-    From the projections, by terms that nobody stores: in fp32's range, to twice bf16's precision.
-    """
+    """Scores over quads ``first`` to ``end`` over ``power``, and the least denominator, in fp32."""
     choice = tl.arange(0, 16)[None, :]
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)

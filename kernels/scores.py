@@ -15,16 +15,14 @@ from .tiles import VARYING, program_blocks, two_rows, two_tiles
 
 
 @triton.jit
-def direct_scores(
-    query, key_rows, inside, w_v, h0, H, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr
-):
+def direct_scores(query, key_rows, inside, w_v, h0, H, BLOCK_H: tl.constexpr):
     """Scores of one query and some keys over 4 BLOCK_H units, of tanh; for any magnitude."""
-    total = tl.zeros([BLOCK_K], tl.float32)
+    total = tl.zeros([inside.shape[0]], tl.float32)
     for h1 in range(h0, h0 + 4 * BLOCK_H, 2 * BLOCK_H):
         h = h1 + tl.arange(0, BLOCK_H)
-        c0, c1 = two_tiles(key_rows, inside, h, H, BLOCK_H)
-        a0, a1 = two_rows(query, h, H, BLOCK_H)
-        w0, w1 = two_rows(w_v, h, H, BLOCK_H)
+        c0, c1 = two_tiles(key_rows, inside, h, H)
+        a0, a1 = two_rows(query, h, H)
+        w0, w1 = two_rows(w_v, h, H)
         total += tl.sum(tanh_precise(a0 + c0) * w0 + tanh_precise(a1 + c1) * w1, axis=1)
     return total
 
@@ -53,10 +51,10 @@ def scores_kernel(
     for h0 in range(0, H, 4 * BLOCK_H):
         h = h0 + tl.arange(0, BLOCK_H)
         upper = h + 2 * BLOCK_H
-        w0, w1 = two_rows(w_v, h, H, BLOCK_H)
-        w2, w3 = two_rows(w_v, upper, H, BLOCK_H)
-        c0, c1 = two_tiles(key_rows, inside, h, H, BLOCK_H)
-        c2, c3 = two_tiles(key_rows, inside, upper, H, BLOCK_H)
+        w0, w1 = two_rows(w_v, h, H)
+        w2, w3 = two_rows(w_v, upper, H)
+        c0, c1 = two_tiles(key_rows, inside, h, H)
+        c2, c3 = two_tiles(key_rows, inside, upper, H)
         if ACTIVATION == TANH:
             most = tl.maximum(
                 tl.maximum(largest_of(c0), largest_of(c1)),
@@ -75,8 +73,8 @@ def scores_kernel(
                     # In a small tile any query is valid.
                     if small or tl.load(query_max + row) + most <= NEAR_FOUR:
                         entries = query_table + row * H + tl.where(small, second, 0)
-                        e0, e1 = two_rows(entries, h, H, BLOCK_H)
-                        e2, e3 = two_rows(entries, upper, H, BLOCK_H)
+                        e0, e1 = two_rows(entries, h, H)
+                        e2, e3 = two_rows(entries, upper, H)
                         x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
                         if small:
                             v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
@@ -86,10 +84,10 @@ def scores_kernel(
                             v2, v3 = w2 * (c2 * e2 - 1.0), w3 * (c3 * e3 - 1.0)
                         part = tl.sum(sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1)
                     else:
-                        part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_K, BLOCK_H)
+                        part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_H)
                 else:
-                    e0, e1 = two_rows(a, h, H, BLOCK_H)
-                    e2, e3 = two_rows(a, upper, H, BLOCK_H)
+                    e0, e1 = two_rows(a, h, H)
+                    e2, e3 = two_rows(a, upper, H)
                     v0 = w0 * relu(c0 + e0, slope, ACTIVATION)
                     v1 = w1 * relu(c1 + e1, slope, ACTIVATION)
                     v2 = w2 * relu(c2 + e2, slope, ACTIVATION)

@@ -13,19 +13,13 @@ VARYING = [
     "gw_row", "lens_batch", "lens_row", "mask_batch", "mask_row", "threshold", "scale_bits",
     "counts_row", "padded",
 ]  # fmt: skip
-
-
-# Numbers that are added up one after the other grow, and with them each rounding: after so many
-# turns of a loop their sum goes to another one.
+# Turns of a loop after which its sum goes to another one: roundings grow with a sum.
 RUN = tl.constexpr(32)
 
 
 @triton.jit
 def program_blocks(first_blocks, second_blocks):
-    """The block of this program on both axes, and its batch row in 64 bits.
-
-    Divided in 32 bits, since a 64-bit division is a function call.
-    """
+    """The block on both axes, and the batch row in 64 bits: a division of those would be a call."""
     program = tl.program_id(0)
     rest = program // first_blocks
     b = (rest // second_blocks).to(tl.int64)
@@ -64,15 +58,15 @@ def store_tile(rows, inside, h, H, value):
 
 
 @triton.jit
-def two_rows(x, h, H, BLOCK_H: tl.constexpr):
+def two_rows(x, h, H):
     """Two neighbouring parts of one row."""
-    return load_row(x, h, H), load_row(x, h + BLOCK_H, H)
+    return load_row(x, h, H), load_row(x, h + h.shape[0], H)
 
 
 @triton.jit
-def two_tiles(rows, inside, h, H, BLOCK_H: tl.constexpr):
+def two_tiles(rows, inside, h, H):
     """Two neighbouring parts of several rows."""
-    return load_tile(rows, inside, h, H), load_tile(rows, inside, h + BLOCK_H, H)
+    return load_tile(rows, inside, h, H), load_tile(rows, inside, h + h.shape[0], H)
 
 
 @triton.jit(do_not_specialize=["T"])
