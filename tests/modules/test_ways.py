@@ -1,7 +1,7 @@
 """Whatever changes between two calls, and however, the second gives what the plain module gives.
 
-A tenth of the cases, drawn by one fixed seed, runs by default, and the others with ``-m thorough``:
-every worker of a run and both runs of .ci/run must draw the same, which a seed of the day would not.
+A tenth of the cases, drawn by one fixed seed, runs by default; the others have ``-m thorough``. All
+workers of a run and both runs of .ci/run have to draw the same, which a day may not give.
 """
 
 import random
