@@ -12,17 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from beside import same
 from torch.nn.parallel import DistributedDataParallel
 from whole import MODELS
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity
 
+close = torch.testing.assert_close
 pytestmark = pytest.mark.filterwarnings("ignore")  # of exporters and tracers, about themselves
-
-
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def names(entries):
@@ -73,10 +71,14 @@ def eager(whole):
 
 def same_losses(ours, theirs):
     assert theirs[-1] < theirs[0]
+    # Steps of 1e-2 by Adam, which divides by gradients, pass on what fp32 rounds in fifty of them.
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=False)) <= 1e-4
 
 
-@pytest.mark.parametrize("by", ["example", "step of training", "call without gradients"])
+WITHOUT = pytest.param("call without gradients", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("by", ["example", "step of training", WITHOUT])
 def test_the_same_losses(whole, by):
     model, inputs = whole.make(), whole.batch(0)[0]
     report = bf.fuse(model, inputs if by == "example" else None)
@@ -227,4 +229,4 @@ def test_unfuse_puts_everything_back(whole, case):
     for part, other in zip(case.model.modules(), case.plain.modules(), strict=True):
         assert type(part) is type(other)
         assert vars(part).keys() == vars(other).keys()
-    torch.testing.assert_close(case.model(*case.inputs), case.want, rtol=0, atol=0)
+    same(case.model(*case.inputs), case.want, 0.0)

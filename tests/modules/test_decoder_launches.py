@@ -1,5 +1,6 @@
-"""What a decoder launches, on a host whose launches do nothing (support/host_only.py)."""
+"""What decides how a decoder takes its steps, and what it launches where launches do nothing."""
 
+import re
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.profiler import profile
 from torch.utils._pytree import tree_map_only
 
 import bahdanau_fast as bf
+from bahdanau_fast.backends.route import DecoderFacts, route_decoder
 from bahdanau_fast.ops.operator import operators
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -192,3 +194,68 @@ def test_tokens_are_written_in_one_launch(units):
     never = torch.isinf(bias).nonzero().flatten().tolist()
     assert never == [2, *range(7, 16)]
     assert (left_out.numel(), steps) == (0, 3)
+
+
+# ---- what decides
+
+FACTS = DecoderFacts(
+    plain=True,
+    device="cuda",
+    backend="cuda",
+    dtypes=frozenset({BF16}),
+    autocast=False,
+    empty=False,
+    traced=False,
+    plain_only=False,
+    layers=1,
+    records=True,
+    steps=7,
+    batch=2,
+    recurrent_weights=1 << 20,
+    problem=lambda: None,
+)
+ON_CPU = {"backend": "cpu", "device": "cpu"}
+SHORT = ON_CPU | {"dtypes": {FP32}}
+
+
+@pytest.mark.parametrize(
+    ("change", "loop", "dtype", "why"),
+    [
+        ({}, None, BF16, "one launch"),
+        ({"dtypes": {FP16}, "autocast": True}, None, FP16, "one launch"),
+        ({"problem": lambda: "too large"}, "cuda", BF16, "a loop .* not one launch: too large"),
+        ({"layers": 2}, "cuda", BF16, "a loop .* one layer, not 2"),
+        ({"dtypes": {FP32}}, "cuda", FP32, r"a loop .* no torch\.float32"),
+        ({"backend": "triton"}, "triton", BF16, r"a loop .* CUDA C\+\+ alone"),
+        ({"backend": "reference"}, None, None, "step by step: .* reference"),
+        ({"backend": "triton", "device": "cpu"}, None, None, "step by step: .* cells"),
+        ({"dtypes": {FP32, BF16}}, None, None, "step by step: dtypes differ"),
+        ({"traced": True}, None, None, "step by step: traced"),
+        ({"plain": False}, None, None, "step by step: a layer"),
+        (ON_CPU | {"dtypes": {FP32}}, None, FP32, "one operator"),
+        (ON_CPU, None, None, "step by step: .*bfloat16 on a CPU"),
+        (ON_CPU | {"autocast": True}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 2}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1, "recurrent_weights": 1000}, None, FP32, "one operator"),
+        (SHORT | {"steps": 1, "recurrent_weights": 1000, "records": False}, None, None, "step by"),
+        (SHORT | {"steps": 3, "records": False}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 4, "records": False}, None, FP32, "one operator"),
+        (SHORT | {"steps": 7, "batch": 1, "records": False}, None, None, "step by step: so few"),
+        (SHORT | {"steps": 3, "recurrent_weights": 1000, "records": False}, None, FP32, "one op"),
+        (SHORT | {"steps": 0, "records": False}, None, FP32, "one operator"),
+        ({"steps": 1}, None, BF16, "one launch"),
+    ],
+)
+def test_what_decides(change, loop, dtype, why):
+    found = route_decoder(FACTS._replace(**change))
+    assert found[:2] == (loop, dtype)
+    assert re.match(why, found[2])
+
+
+def test_the_extension_is_asked_last():
+    def problem():
+        raise AssertionError("asked")
+
+    for change in ({"layers": 2}, {"dtypes": {FP32}}, {"backend": "triton"}, ON_CPU):
+        route_decoder(FACTS._replace(problem=problem, **change))

@@ -1,12 +1,14 @@
 """What decoder steps leave to the shared node: the same gradients, computed once per backward."""
 
+import copy
 import gc
 import weakref
 
 import parity
 import pytest
 import torch
-from profiled import counts
+from beside import as_exact
+from profiled import allocated, counts
 from threads import at_once
 from torch.utils.checkpoint import checkpoint
 
@@ -51,24 +53,27 @@ def test_parity(name, dtype):
     parity.check(parity.Case(**sizes), dtype, step_by_step)
 
 
-@pytest.fixture
-def module():
+@pytest.fixture(params=["tanh", "leaky_relu"])
+def module(request):
     torch.manual_seed(0)
-    return bf.AdditiveAttention(D, D, H)
+    return bf.AdditiveAttention(D, D, H, dtype=torch.float64, activation=request.param)
 
 
 @pytest.fixture
 def keys():
-    return torch.randn(B, TK, D, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, TK, D, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.fixture
 def queries():
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(STEPS, B, 1, D, generator=generator, requires_grad=True)
+    return torch.randn(STEPS, B, 1, D, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
 LENS = torch.tensor([5, TK, 30])
+of_tanh = pytest.mark.parametrize("module", ["tanh"], indirect=True)  # has operators of its own
+same = torch.testing.assert_close
 
 
 def inputs_of(module, keys, queries):
@@ -84,144 +89,152 @@ def in_course_form(module, keys, queries):
     return [module(query, keys, keys, LENS) for query in queries]
 
 
+def plain(module, query, keys, lens=LENS):
+    weights = module.W_q.weight, module.W_k.weight, module.w_v.weight
+    kind = {"activation": module.activation, "negative_slope": module.negative_slope}
+    return bf.reference.additive_attention(query, keys, keys, *weights, lens, **kind)[0]
+
+
 def apart(module, keys, queries):
     """The reference, which shares nothing."""
-    weights = (module.W_q.weight, module.W_k.weight, module.w_v.weight)
-    return [bf.reference.additive_attention(q, keys, keys, *weights, LENS)[0] for q in queries]
+    return [plain(module, query, keys) for query in queries]
+
+
+def unshared(module, keys, queries):
+    """Ours, where it shares nothing."""
+    own = module.memory(keys, valid_lens=LENS).projected._replace(shared=None)
+    return [module.attend(query, bf.Memory(own, keys, LENS)) for query in queries]
+
+
+def checkpointed_steps(module, keys, queries):
+    memory = module.memory(keys, valid_lens=LENS)
+    return [checkpoint(module.attend, query, memory, use_reentrant=False) for query in queries]
+
+
+def a_checkpointed_step_first(module, keys, queries):
+    """What is kept of the second is there when the first runs again."""
+    first = checkpoint(module, queries[0], keys, keys, LENS, use_reentrant=False)
+    return [first, *in_course_form(module, keys, queries[1:])]
+
+
+def a_checkpointed_loop(form, reentrant):
+    def run(module, keys, queries):
+        loop = lambda k, q: tuple(form(module, k, q))  # noqa: E731
+        return checkpoint(loop, keys, queries, use_reentrant=reentrant)
+
+    return run
 
 
 def loss(contexts):
     return sum((1 + i) * context.square().sum() for i, context in enumerate(contexts))
 
 
-def same(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+def all_steps(contexts, inputs):
+    """By ``backward``, which a reentrant checkpoint asks for."""
+    for x in inputs:
+        x.grad = None
+    loss(contexts).backward()
+    return [x.grad for x in inputs]
 
 
-@pytest.mark.parametrize("form", [attend, in_course_form])
-def test_sums_are_made_once(module, keys, queries, form):
-    value = loss(form(module, keys, queries))
-    calls = counts(value.backward)
-    apart_calls = 0 if form is attend else 1  # the first call does not know of the others yet
-    assert calls["attend_backward_keys"] == 1
-    assert calls["attend_backward_queries"] == STEPS - apart_calls
-    assert calls.get("attention_backward", 0) == apart_calls
-    inputs = inputs_of(module, keys, queries)
-    want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    same([x.grad for x in inputs], want)
+def parts(*slices):
+    def grads(contexts, inputs):
+        each = (loss(contexts[part]) for part in slices)
+        return [torch.autograd.grad(x, inputs, retain_graph=True) for x in each]
+
+    return grads
 
 
-def test_dropout_is_that_of_each_step(keys, queries):
-    module = bf.AdditiveAttention(D, D, H, dropout=0.4)
-
-    def gradients(**how):
-        torch.manual_seed(5)
-        memory = module.memory(keys, valid_lens=LENS)
-        if how.get("apart"):
-            unshared = memory.projected._replace(shared=None)
-            memory = bf.Memory(unshared, memory.values, memory.valid_lens)
-        value = loss([module.attend(query, memory) for query in queries])
-        return torch.autograd.grad(value, inputs_of(module, keys, queries))
-
-    same(gradients(), gradients(apart=True))
+def the_queries_alone_first(contexts, inputs):
+    of_queries = torch.autograd.grad(loss(contexts), inputs[1], retain_graph=True)
+    return of_queries, torch.autograd.grad(loss(contexts), inputs)
 
 
-@pytest.mark.parametrize("form", [attend, in_course_form])
-def test_backward_over_some_steps_and_over_all(module, keys, queries, form):
-    inputs = inputs_of(module, keys, queries)
-    contexts, others = form(module, keys, queries), apart(module, keys, queries)
-    for part in (slice(0, 2), slice(1, 5), slice(0, STEPS), slice(5, 6)):
-        got = torch.autograd.grad(loss(contexts[part]), inputs, retain_graph=True)
-        want = torch.autograd.grad(loss(others[part]), inputs, retain_graph=True)
-        same(got, want)
-
-
-def test_a_backward_that_stops_at_the_queries_leaves_nothing(module, keys, queries):
-    contexts, others = attend(module, keys, queries), apart(module, keys, queries)
-    got = torch.autograd.grad(loss(contexts), queries, retain_graph=True)
-    same(got, torch.autograd.grad(loss(others), queries, retain_graph=True))
-    inputs = inputs_of(module, keys, queries)
-    same(torch.autograd.grad(loss(contexts), inputs), torch.autograd.grad(loss(others), inputs))
-
-
-def test_an_interrupted_backward_leaves_nothing(module, keys, queries):
-    contexts = attend(module, keys, queries)
+def after_an_interruption(contexts, inputs):
     handle = contexts[2].register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss(contexts).backward(retain_graph=True)
     handle.remove()
+    return torch.autograd.grad(loss(contexts), inputs)
+
+
+def twice(contexts, inputs):
+    first = torch.autograd.grad(loss(contexts), inputs, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+
+BACKWARDS = (
+    all_steps,
+    parts(slice(0, 2), slice(1, 5), slice(0, STEPS), slice(5, 6)),
+    *(the_queries_alone_first, after_an_interruption, twice),
+)
+FORMS = attend, in_course_form
+RUNS = [(form, backward) for form in FORMS for backward in BACKWARDS]
+RUNS += [(checkpointed_steps, all_steps)]
+RUNS += [(a_checkpointed_step_first, parts(slice(0, 1), slice(1, 2)))]
+RUNS += [(a_checkpointed_loop(f, again), all_steps) for f in FORMS for again in (True, False)]
+
+
+@pytest.mark.parametrize(("form", "backward"), RUNS)
+def test_gradients_are_those_of_steps_apart(module, keys, queries, form, backward):
     inputs = inputs_of(module, keys, queries)
-    want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    same(torch.autograd.grad(loss(contexts), inputs), want)
+    found, want = (backward(f(module, keys, queries), inputs) for f in (form, apart))
+    same(found, want)
 
 
-def test_differentiated_again(module, keys, queries):
-    def second(form):
-        inputs = inputs_of(module, keys, queries)
-        first = torch.autograd.grad(loss(form(module, keys, queries)), inputs, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
-
-    torch.testing.assert_close(second(attend), second(apart), rtol=1e-3, atol=1e-3)
-
-
-def test_checkpointed_steps(module, keys, queries):
-    memory = module.memory(keys, valid_lens=LENS)
-    contexts = [
-        checkpoint(lambda q: module.attend(q, memory), query, use_reentrant=False)
-        for query in queries
-    ]
-    inputs = inputs_of(module, keys, queries)
-    want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    same(torch.autograd.grad(loss(contexts), inputs), want)
+@of_tanh
+@pytest.mark.parametrize("form", FORMS)
+def test_sums_are_made_once(module, keys, queries, form):
+    calls = counts(loss(form(module, keys, queries)).backward)
+    apart_calls = 0 if form is attend else 1  # the first call does not know of the others yet
+    assert calls["attend_backward_keys"] == 1
+    assert calls["attend_backward_queries"] == STEPS - apart_calls
+    assert calls.get("attention_backward", 0) == apart_calls
 
 
-def test_a_checkpointed_step_before_a_plain_one(module, keys, queries):
-    # What is kept of the second is there when the first runs again.
-    first = checkpoint(module, queries[0], keys, keys, LENS, use_reentrant=False)
-    contexts = [first, module(queries[1], keys, keys, LENS)]
-    inputs = inputs_of(module, keys, queries)
-    for got, want in zip(contexts, apart(module, keys, queries[:2]), strict=True):
-        same(torch.autograd.grad(loss([got]), inputs), torch.autograd.grad(loss([want]), inputs))
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_add_no_gradient_of_the_size_of_the_keys(module, keys, queries, form):
+    def large(steps):
+        value = loss(form(module, keys, queries[:steps]))
+        return sum(size >= 8 * B * TK * H for size in allocated(value.backward))
+
+    assert 1 <= large(2) == large(STEPS)
 
 
-@pytest.mark.parametrize("form", [attend, in_course_form])
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_loop(module, keys, queries, reentrant, form):
-    inputs = inputs_of(module, keys, queries)
-    want = torch.autograd.grad(loss(apart(module, keys, queries)), inputs)
-    loop = lambda k, q: loss(form(module, k, q))  # noqa: E731
-    checkpoint(loop, keys, queries, use_reentrant=reentrant).backward()
-    same([x.grad for x in inputs], want)
+def test_dropout_is_that_of_each_step(keys, queries):
+    module = bf.AdditiveAttention(D, D, H, dropout=0.4, dtype=torch.float64)
+    found = []
+    for form in (attend, unshared):
+        torch.manual_seed(5)
+        value = loss(form(module, keys, queries))
+        found.append(torch.autograd.grad(value, inputs_of(module, keys, queries)))
+    same(*found)
 
 
+@of_tanh
 def test_steps_of_several_sizes_and_lengths(module, keys):
-    sizes = (1, 3, 2)
-    queries = [torch.randn(B, n, D) for n in sizes]
     lens = [None, torch.tensor([4, 9, 0]), torch.randint(0, TK, (B, 2))]
-    weights = (module.W_q.weight, module.W_k.weight, module.w_v.weight)
-    inputs = [keys, *module.parameters()]
-    calls = list(zip(queries, lens, strict=True))
-    others = [bf.reference.additive_attention(q, keys, keys, *weights, n)[0] for q, n in calls]
+    queries = [torch.randn(B, n, D, dtype=torch.float64) for n in (1, 3, 2)]
+    calls, inputs = list(zip(queries, lens, strict=True)), [keys, *module.parameters()]
+    others = [plain(module, query, keys, each) for query, each in calls]
     module(queries[0], keys, keys)
-    contexts = [module(q, keys, keys, n) for q, n in calls]
-    value = loss(contexts)
+    value = loss([module(query, keys, keys, each) for query, each in calls])
     assert "attention_backward" not in counts(lambda: value.backward(retain_graph=True))
     same(torch.autograd.grad(value, inputs), torch.autograd.grad(loss(others), inputs))
 
 
 def test_autocast(module, keys, queries):
-    def gradients(form):
-        with torch.autocast("cpu", torch.bfloat16):
-            contexts = form(module, keys, queries)
-        return torch.autograd.grad(loss(contexts).float(), inputs_of(module, keys, queries))
+    """The parity rule, with steps that share nothing as eager."""
 
-    def one_by_one(module, keys, queries):
-        memory = module.memory(keys, valid_lens=LENS)
-        own = memory.projected._replace(shared=None)
-        return [module.attend(q, bf.Memory(own, keys, LENS)) for q in queries]
+    def gradients(form, dtype, autocast):
+        own, *given = (copy.deepcopy(module).to(dtype), keys.to(dtype), queries.to(dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            contexts = form(own, *given)
+        return torch.autograd.grad(loss(contexts).to(dtype), inputs_of(own, *given))
 
-    for a, b in zip(gradients(attend), gradients(one_by_one), strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2 * b.abs().max().item())
+    exact = gradients(apart, torch.float64, False)
+    ours, eager = (gradients(form, torch.float32, True) for form in (attend, unshared))
+    as_exact(ours, eager, exact, torch.bfloat16)
 
 
 def test_threads_go_over_one_graph(module, keys, queries):
@@ -239,7 +252,7 @@ def test_nothing_is_held_afterwards(module, queries):
     # By reference counts alone, without the garbage collector.
     gc.disable()
     try:
-        keys = torch.randn(B, TK, D, requires_grad=True)
+        keys = torch.randn(B, TK, D, dtype=torch.float64, requires_grad=True)
         memory = module.memory(keys, valid_lens=LENS)
         contexts = [module.attend(query, memory) for query in queries]
         loss(contexts).backward()

@@ -32,20 +32,18 @@ def held(module):
 
 
 def truth(module, query, keys):
-    weights = module.W_q.weight, module.W_k.weight, module.w_v.weight
-    return bf.reference.additive_attention(query, keys, keys, *weights)[0]
+    weights, kind = (module.W_q.weight, module.W_k.weight, module.w_v.weight), module.activation
+    return bf.reference.additive_attention(query, keys, keys, *weights, activation=kind)[0]
 
 
 def agrees(module, query, keys):
-    torch.testing.assert_close(
-        module(query, keys, keys), truth(module, query, keys), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(module(query, keys, keys), truth(module, query, keys))
 
 
-@pytest.fixture
-def module():
+@pytest.fixture(params=["tanh"])
+def module(request):
     torch.manual_seed(0)
-    return bf.AdditiveAttention(DK, DQ, H)
+    return bf.AdditiveAttention(DK, DQ, H, activation=request.param)
 
 
 @pytest.fixture
@@ -61,14 +59,21 @@ def query():
 # ---- when keys are projected ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("module", ["tanh", "relu"], indirect=True)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_keys_are_projected_once(module, keys, query, mode):
     def loop():
         for step in range(10):
             module(query + step, keys, keys)
 
+    def on_a_memory():
+        memory = module.memory(keys)
+        for step in range(10):
+            module.attend(query + step, memory)
+
     with mode():
         keys = keys.clone()
+        assert projections(on_a_memory, keys.shape) == 1
         assert projections(loop, keys.shape) == 1
         first = held(module)
         agrees(module, query, keys)
@@ -141,7 +146,7 @@ def test_autocast_begins_or_ends(module, keys, query, first, grad):
             called_in(first, module)
         got = called_in(then, module)
     assert got.dtype == then
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert torch.equal(got, want)
 
 
 # ---- fingerprints --------------------------------------------------------------------------------
@@ -204,8 +209,7 @@ def grads_of(run, module):
     return [p.grad for p in module.parameters() if p.grad is not None]
 
 
-def same(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+same = torch.testing.assert_close
 
 
 def same_gradients(module, steps):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from beside import as_exact
 from contract import scattered
 from opchecked import opcheck
 from parity import DTYPES, judged, keep_the_rule, moved
@@ -314,7 +315,16 @@ def test_under_autocast(backend):
     torch.manual_seed(0)
     module = bf.LocationAttention(5, 7, 6, 3, 9)
     inputs = [torch.randn(s) for s in ((2, 1, 7), (2, 21, 5), (2, 21, 4), (2, 1, 21))]
-    with bf.backends.use(backend), torch.autocast("cpu", torch.bfloat16):
-        context = module(*inputs)
-    assert context.dtype == torch.bfloat16
-    torch.testing.assert_close(context.float(), module(*inputs), rtol=0.05, atol=0.02)
+
+    def attended(attention):
+        return attention.attend(
+            inputs[0], attention.memory(*inputs[1:3], None, mask=None), inputs[3]
+        )
+
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = attended(Plain(module))
+        with bf.backends.use(backend):
+            ours = attended(module)
+    exact = module.double()(*(x.double() for x in inputs))
+    as_exact([ours], [eager.to(ours.dtype)], [exact], torch.bfloat16)
+    assert ours.dtype == torch.bfloat16

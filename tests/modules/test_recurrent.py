@@ -1,12 +1,14 @@
-"""Layers that attend at every step: the operator over a whole sequence against single steps."""
+"""Layers that attend at every step: all at once, each way that there is, and one by one."""
 
 import copy
-import itertools
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
+import cells
 import pytest
 import torch
+from beside import as_exact
 from decoders import (
     CELLS,
     DK,
@@ -24,34 +26,231 @@ from decoders import (
     given,
     hook,
     layer,
+    operator_of,
     results,
 )
 from profiled import counts
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.modules.decoder_loop import attend_step, decode_given
+from bahdanau_fast.ops import decode, decode_arguments, decode_on_gpu
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
 
-
-@pytest.mark.parametrize("lens", [None, LENS, LENS.unsqueeze(1)], ids=["none", "lens", "column"])
-@pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2, 3))))
-def test_the_same_as_steps(cls, layers, lens):
-    module, tensors = layer(cls, layers), given(cls, layers)
-    want = by_steps(lambda: results(module, tensors, lens))
-    torch.testing.assert_close(results(module, tensors, lens), want, **EXACT)
+OPERATOR, LOOP = "the operator of the CPU", "the loop of a GPU"
+BOTH = pytest.mark.parametrize("cls", CELLS)
 
 
-@pytest.mark.parametrize("sizes", [{"T": 1}, {"B": 1}, {"Tk": 1}, {"B": 33, "T": 2, "Tk": 70}])
-@pytest.mark.parametrize("cls", CELLS)
-def test_sizes(cls, sizes):
-    module, tensors = layer(cls, 2, num_hiddens=37), given(cls, 2, **sizes)
-    lens = torch.arange(len(tensors["keys"])) % (tensors["keys"].shape[1] + 1)
-    want = by_steps(lambda: results(module, tensors, lens))
-    torch.testing.assert_close(results(module, tensors, lens), want, **EXACT)
+@pytest.fixture(params=[OPERATOR, LOOP])
+def way(request, monkeypatch):
+    """How all steps are taken: its name, and what of the loop ran; with kernels of the CPU."""
+    ran = []
+    if request.param == OPERATOR:
+        yield SimpleNamespace(name=OPERATOR, ran=ran)
+        return
+    for name in ("forward", "backward", "write"):
+        function = getattr(decode_on_gpu, name)
+        monkeypatch.setattr(
+            decode_on_gpu, name, lambda *args, f=function, n=name: ran.append(n) or f(*args)
+        )
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
+    with cells.on_the_cpu():
+        yield SimpleNamespace(name=LOOP, ran=ran)
 
 
-@pytest.mark.parametrize("cls", CELLS)
+on_a_loop = pytest.mark.parametrize("way", [LOOP], indirect=True)
+
+CLAIMS = {
+    **{
+        f"{layers} layers, {name}": {"layers": layers, "lens": lens, "T": 19 if layers == 3 else T}
+        for layers in (1, 2, 3)
+        for name, lens in (("no lens", None), ("lens", LENS), ("a column", LENS.unsqueeze(1)))
+    },
+    **{f"{n} = {size}": {n: size} for n, size in (("T", 1), ("B", 1), ("Tk", 1), ("E", 0))},
+    "other sizes": {"B": 33, "T": 2, "Tk": 70, "num_hiddens": 37},
+    **{
+        f"gradients of {name}": {"lens": LENS, "which": which}
+        for name, which in (
+            *(("outputs", slice(0, 1)), ("the last states", slice(1, 2))),
+            *(("weights", slice(-1, None)), ("outputs and states", slice(0, 2))),
+        )
+    },
+}
+
+
+def drawn(cls, layers=2, num_hiddens=F, E=E, lens="some", which=slice(None), **sizes):
+    """Of a claim: the module, its tensors, lengths, and the results that gradients are of."""
+    module = layer(cls, layers, num_hiddens=num_hiddens, E=E)
+    tensors = given(cls, layers, E=E, **sizes)
+    rows, length = tensors["keys"].shape[:2]
+    return module, tensors, torch.arange(rows) % (length + 1) if lens == "some" else lens, which
+
+
+@BOTH
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_the_same_as_steps(way, claim, cls):
+    module, tensors, lens, which = drawn(cls, **CLAIMS[claim])
+    found = results(module, tensors, lens, which)
+    assert way.ran == ["forward", "backward"] * (way.name == LOOP)
+    want = by_steps(lambda: results(module, tensors, lens, which))
+    filled = [
+        torch.zeros_like(a) if a is not None and b is None else b
+        for a, b in zip(found, want, strict=True)
+    ]
+    torch.testing.assert_close(found, filled, **EXACT)
+    way.ran.clear()
+    with torch.no_grad():
+        outputs = call(module, tensors, lens)
+    assert way.ran == ["forward"] * (way.name == LOOP)  # nothing is kept
+    torch.testing.assert_close(outputs, [x.detach() for x in want[: len(outputs)]], **EXACT)
+
+
+@BOTH
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_as_exact_as_its_steps(way, autocast, layers, cls):
+    """The parity rule; the operator computes in fp32, and its dtypes are those of steps."""
+    tensors, module = given(cls, layers, torch.float32), layer(cls, layers, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = results(module, tensors)
+        assert way.ran == ["forward", "backward"] * (way.name == LOOP)
+        if way.name == OPERATOR:
+            assert counts(lambda: call(module, tensors))["decode"] == 1
+        with bf.backends.use("reference"):
+            eager = by_steps(lambda: results(module, tensors))
+    doubled = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
+    exact = by_steps(lambda: results(copy.deepcopy(module).double(), doubled))
+    as_exact(ours, eager, exact, torch.bfloat16 if autocast else torch.float32)
+
+
+def of_leaves(module, tensors, lens):
+    """Results as a function of inputs and parameters, and those; dropout by one seed."""
+    names = [name for name, _ in module.named_parameters()]
+
+    def function(*inputs):
+        for name, parameter in zip(names, inputs[len(tensors) :], strict=True):
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner)._parameters[leaf] = parameter
+        torch.manual_seed(11)
+        return tuple(call(module, dict(zip(tensors, inputs, strict=False)), lens))
+
+    return function, [
+        *tensors.values(),
+        *(p.detach().requires_grad_() for p in module.parameters()),
+    ]
+
+
+@BOTH
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_by_finite_differences(way, dropout, cls):
+    module = layer(cls, 2, num_hiddens=3, dropout=dropout, attention_dropout=dropout)
+    tensors = given(cls, 2, T=3, B=2, Tk=4)
+    function, leaves = of_leaves(module, tensors, torch.tensor([4, 2]))
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    if not dropout:  # differences of gradients, of errors some 1e4 larger than of values
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, atol=1e-4)
+
+
+@BOTH
+def test_dropout(way, cls):
+    module, tensors = layer(cls, 2, dropout=0.5, attention_dropout=0.3), given(cls, 2)
+
+    def seeded():
+        torch.manual_seed(11)
+        return results(module, tensors)
+
+    first = seeded()
+    assert all(map(torch.equal, seeded(), first))
+    assert not torch.equal(first[0], call(module, tensors)[0])
+    still = call(module.eval(), tensors)[0]
+    assert torch.equal(still, call(module, tensors)[0])
+    module.train()
+    with torch.no_grad():
+        mean = torch.stack([call(module, tensors)[0][0] for _ in range(400)]).mean(0)
+    # The first step of the first layer sees dropped-out weights, of the same mean.
+    assert (mean - still[0]).abs().mean() < 0.1 * still[0].abs().mean() + 0.05
+
+
+def test_every_step_drops_other_weights(way):
+    module = layer(bf.AttentionGRU, attention_dropout=0.5)
+    tensors = {name: torch.zeros_like(x) for name, x in given(bf.AttentionGRU).items()}
+    tensors["values"] = torch.eye(TK, DV, dtype=torch.float64).expand(B, TK, DV)
+    outputs = call(module, tensors, None)[0]
+    assert len({tuple(x.flatten().tolist()) for x in outputs}) == len(outputs)
+
+
+@on_a_loop
+def test_tokens_are_those_of_the_operator(way):
+    steps_taken = set()
+    for seed in range(24):
+        torch.manual_seed(seed)
+        layers = 1 + seed % 2
+        decoder = Seq2SeqAttentionDecoder(7, 4, 6, layers).eval()
+        for parameter in decoder.parameters():
+            nn.init.normal_(parameter, std=0.9)
+        outputs, hidden = torch.randn(9, 2, 6), torch.randn(layers, 2, 6)
+        memory = decoder.memory(decoder.init_state((outputs, hidden), torch.tensor([9, 3])))
+        never = [0, 1] if seed % 3 else []
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            tokens, weights = decoder.write(hidden, memory, never, 20)
+            patch.setattr(decoder_loop, "_operator", operator_of(None))
+            want = decoder.write(hidden, memory, never, 20)
+        assert torch.equal(tokens, want[0])
+        torch.testing.assert_close(weights, want[1])
+        steps_taken.add(tokens.shape[1])
+    assert way.ran == ["write"] * 24
+    assert len(steps_taken) > 4, "rows should end at several steps"
+
+
+@BOTH
+def test_the_cells_are_those_of_torch(cls):
+    """Of cells.py, which CPU tensors have in the loop."""
+    lstm, (B, E, H) = cls is bf.AttentionLSTM, (4, 3, 5)
+    torch.manual_seed(0)
+    cell = (torch.nn.LSTMCell if lstm else torch.nn.GRUCell)(E, H, dtype=torch.float64)
+    x, *before = (torch.randn(B, n, dtype=torch.float64) for n in (E, H, H))
+    inputs = torch.nn.functional.linear(x, cell.weight_ih, cell.bias_ih).requires_grad_()
+    through = torch.nn.functional.linear(before[0], cell.weight_hh, cell.bias_hh).requires_grad_()
+    own = before[1 if lstm else 0].requires_grad_()
+    state, *rest = (cells.lstm if lstm else cells.gru)(inputs, through, own)
+    want = cell(x, tuple(before) if lstm else before[0])
+    torch.testing.assert_close((state, rest[0]) if lstm else state, want)
+    grads = [torch.randn(B, H, dtype=torch.float64) for _ in range(1 + lstm)]
+    expected = torch.autograd.grad([state, *rest[:-1]], [inputs, through, own], grads)
+    if lstm:
+        of_gates, of_own, _ = cells.lstm_backward(*grads, own, *rest, False)
+        found = of_gates, of_gates, of_own
+    else:
+        found = cells.gru_backward(*grads, *rest, False)
+    torch.testing.assert_close(found, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("multiple", [2, 4, 16])
+def test_padded_sizes_change_nothing(multiple, cls, monkeypatch):
+    module, tensors = layer(cls, attention_dropout=0.3), given(cls)
+
+    def seeded():
+        torch.manual_seed(3)
+        return results(module, tensors)
+
+    want, seen, gates_of = seeded(), [], decode._input_gates
+    monkeypatch.setitem(decode_arguments.MULTIPLES, "cpu", multiple)
+    monkeypatch.setattr(decode, "_input_gates", lambda a: seen.append(a) or gates_of(a))
+    torch.testing.assert_close(seeded(), want, **EXACT)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        outputs = call(module, tensors)
+    torch.testing.assert_close(outputs, [x.detach() for x in want[: len(outputs)]], **EXACT)
+    for arguments in seen:
+        sizes = arguments.keys.shape[2], arguments.values.shape[2], arguments.hidden.shape[2]
+        assert all(size % multiple == 0 for size in sizes)
+        assert sizes[2] > H or sizes[0] > F
+    assert len(seen) == 2
+
+
+@BOTH
 def test_an_empty_batch_and_no_steps(cls):
     module, tensors = layer(cls, 2), given(cls, 2, B=0)
     outputs, *last, weights = call(module, tensors, None)
@@ -63,103 +262,41 @@ def test_an_empty_batch_and_no_steps(cls):
         call(module, given(cls, 2, T=0))
 
 
-@pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(-1, None), slice(0, 2)], ids=str)
-@pytest.mark.parametrize("cls", CELLS)
-def test_gradients_of_some_results(cls, which):
-    module, tensors = layer(cls, 2), given(cls, 2)
-    want = by_steps(lambda: results(module, tensors, which=which))
-    got = results(module, tensors, which=which)
-    filled = [
-        torch.zeros_like(a) if a is not None and b is None else b
-        for a, b in zip(got, want, strict=True)
-    ]
-    torch.testing.assert_close(got, filled, **EXACT)
-
-
-@pytest.mark.parametrize(("cls", "layers"), list(itertools.product(CELLS, (1, 2))))
-def test_fp32_is_as_exact_as_steps(cls, layers):
-    # The parity rule: not more than twice the error of eager PyTorch, step by step.
-    drawn = given(cls, layers, dtype=torch.float32)
-    wide = layer(cls, layers)
-    with torch.no_grad():
-        for parameter in wide.parameters():
-            parameter.copy_(parameter.float())
-    doubled = {n: x.detach().double().requires_grad_() for n, x in drawn.items()}
-    exact = by_steps(lambda: results(wide, doubled))
-    module = layer(cls, layers, torch.float32)
-    module.load_state_dict({n: x.float() for n, x in wide.state_dict().items()})
-    with bf.backends.use("reference"):
-        eager = results(module, drawn)
-    ours = results(module, drawn)
-    for a, b, c in zip(ours, eager, exact, strict=True):
-        atol = 2 * torch.finfo(torch.float32).eps * c.abs().max()
-        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + atol
-
-
-@pytest.mark.parametrize("cls", CELLS)
-def test_gradcheck(cls):
-    module = layer(cls, 2, num_hiddens=3)
-    tensors = given(cls, 2, T=3, B=2, Tk=4)
-    names = [name for name, _ in module.named_parameters()]
-
-    def function(*inputs):
-        parameters = dict(zip(names, inputs[len(tensors) :], strict=True))
-        given_ = dict(zip(tensors, inputs, strict=False))
-        for name, parameter in parameters.items():
-            owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._parameters[leaf] = parameter
-        return tuple(call(module, given_, torch.tensor([4, 2])))
-
-    inputs = [
-        *tensors.values(),
-        *(p.detach().clone().requires_grad_() for p in module.parameters()),
-    ]
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True, atol=1e-4)
-
-
-@pytest.mark.parametrize("cls", CELLS)
-def test_dropout(cls):
-    module = layer(cls, 2, dropout=0.5, attention_dropout=0.3)
-    tensors = given(cls, 2)
-
-    def seeded():
-        torch.manual_seed(11)
-        return results(module, tensors)
-
-    first = seeded()
-    torch.testing.assert_close(seeded(), first, rtol=0, atol=0)
-    assert not torch.equal(first[0], call(module, tensors)[0])
-    module.eval()
-    still = call(module, tensors)[0]
-    assert torch.equal(still, call(module, tensors)[0])
-    module.train()
-    with torch.no_grad():
-        mean = torch.stack([call(module, tensors)[0][0] for _ in range(400)]).mean(0)
-    # The first step of the first layer sees dropped-out weights, of the same mean.
-    assert (mean - still[0]).abs().mean() < 0.1 * still[0].abs().mean() + 0.05
-
-
-def test_the_gradient_with_dropout():
-    # With the masks held by the seed, finite differences tell.
-    module = layer(bf.AttentionGRU, 2, dropout=0.5, attention_dropout=0.3)
-    tensors = given(bf.AttentionGRU, 2, T=3, B=2, Tk=4)
-
-    def function(*inputs):
-        torch.manual_seed(11)
-        return call(module, dict(zip(tensors, inputs, strict=True)), None)[0]
-
-    assert torch.autograd.gradcheck(function, list(tensors.values()), fast_mode=True)
-
-
 def test_threads_do_not_change_a_bit(threads):
-    module, tensors = (
-        layer(bf.AttentionGRU, 2, torch.float32),
-        given(bf.AttentionGRU, 2, torch.float32, B=37, Tk=70),
-    )
+    module = layer(bf.AttentionGRU, 2, torch.float32)
+    tensors = given(bf.AttentionGRU, 2, torch.float32, B=37, Tk=70)
     many = results(module, tensors, None)
     threads(1 if torch.get_num_threads() > 1 else 2)
-    torch.testing.assert_close(results(module, tensors, None), many, rtol=0, atol=0)
+    assert all(map(torch.equal, results(module, tensors, None), many))
+
+
+@BOTH
+def test_autocast_leaves_fp64_alone(cls):
+    module, tensors = layer(cls, 2), given(cls, 2)
+    want = results(module, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, results(module, tensors), want))
+
+
+def test_backward_under_autocast():
+    """Is that of the call."""
+    module, tensors = layer(bf.AttentionGRU, 2, torch.float32), given(bf.AttentionGRU, 2)
+    tensors = {name: x.detach().float().requires_grad_() for name, x in tensors.items()}
+    found = []
+    for inside in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(module, tensors)[0].sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            found.append(torch.autograd.grad(loss, list(module.parameters())))
+    assert all(map(torch.equal, *found))
+
+
+def test_compiled_code_calls_one_operator():
+    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
+    want = results(module, tensors)
+    compiled = torch.compile(module, backend="eager")
+    assert counts(lambda: call(compiled, tensors))["decode"] == 1
+    torch.testing.assert_close(results(compiled, tensors), want, **EXACT)
 
 
 @pytest.mark.parametrize(("cls", "cell"), [(bf.AttentionGRU, "gru"), (bf.AttentionLSTM, "lstm")])
@@ -273,10 +410,8 @@ def test_a_decoder_with_a_step_of_its_own():
 
 
 def test_other_backends_and_modes_are_stepped():
-    module, tensors = (
-        layer(bf.AttentionGRU, dtype=torch.float32),
-        given(bf.AttentionGRU, dtype=torch.float32),
-    )
+    module = layer(bf.AttentionGRU, dtype=torch.float32)
+    tensors = given(bf.AttentionGRU, dtype=torch.float32)
     want = call(module, tensors)
     with bf.backends.use("reference"):
         assert counts(lambda: torch.testing.assert_close(call(module, tensors), want)) == {}
@@ -315,35 +450,21 @@ def test_copies_and_pickles():
         torch.testing.assert_close(call(twin, tensors), want)
 
 
-def test_inputs_without_features():
-    module = bf.AttentionGRU(0, H, 1, key_size=DK, value_size=DV, num_hiddens=F).double()
-    tensors = given(bf.AttentionGRU) | {"inputs": torch.zeros(T, B, 0).double().requires_grad_()}
-    torch.testing.assert_close(
-        results(module, tensors), by_steps(lambda: results(module, tensors)), **EXACT
-    )
-
-
 def test_errors():
-    module = layer(bf.AttentionGRU, dtype=torch.float32)
-    inputs, keys = torch.zeros(T, B, E), torch.zeros(B, TK, DK)
-    values = torch.zeros(B, TK, DV)
-    with pytest.raises(TypeError, match="exactly one of keys and memory must be given"):
-        module(inputs)
+    module, lstm = (layer(cls, dtype=torch.float32) for cls in CELLS)
+    inputs, keys, values = torch.zeros(T, B, E), torch.zeros(B, TK, DK), torch.zeros(B, TK, DV)
     memory = module.attention.memory(keys, values)
-    with pytest.raises(TypeError, match="got both"):
-        module(inputs, None, keys, memory=memory)
-    with pytest.raises(ValueError, match="inputs must have 3 dimensions"):
-        module(inputs[0], memory=memory)
-    with pytest.raises(ValueError, match="inputs must have feature size 3"):
-        module(torch.zeros(T, B, E + 1), memory=memory)
-    with pytest.raises(TypeError, match="inputs must be float32"):
-        module(inputs.long(), memory=memory)
-    with pytest.raises(ValueError, match="batch size of the memory"):
-        module(inputs[:, :2], memory=memory)
-    with pytest.raises(ValueError, match=r"hidden must have shape \(1, 5, 9\)"):
-        module(inputs, torch.zeros(2, B, H), memory=memory)
-    with pytest.raises(TypeError, match="hidden must have the dtype of inputs"):
-        module(inputs, torch.zeros(1, B, H, dtype=torch.float64), memory=memory)
-    lstm = layer(bf.AttentionLSTM, dtype=torch.float32)
-    with pytest.raises(TypeError, match="hidden must be a pair"):
-        lstm(inputs, torch.zeros(1, B, H), keys, values)
+    hidden, on_memory = torch.zeros(1, B, H), partial(module, memory=memory)
+    for error, message, function, *arguments in (
+        (TypeError, "exactly one of keys and memory must be given", module, inputs),
+        (TypeError, "got both", on_memory, inputs, None, keys),
+        (ValueError, "inputs must have 3 dimensions", on_memory, inputs[0]),
+        (ValueError, "inputs must have feature size 3", on_memory, torch.zeros(T, B, E + 1)),
+        (TypeError, "inputs must be float32", on_memory, inputs.long()),
+        (ValueError, "batch size of the memory", on_memory, inputs[:, :2]),
+        (ValueError, r"hidden must have shape \(1, 5, 9\)", on_memory, inputs, hidden[:0]),
+        (TypeError, "hidden must have the dtype of inputs", on_memory, inputs, hidden.double()),
+        (TypeError, "hidden must be a pair", lstm, inputs, hidden, keys, values),
+    ):
+        with pytest.raises(error, match=message):
+            function(*arguments)

@@ -1,4 +1,10 @@
-"""Whatever changes between two calls, and however, the second gives what the plain module gives."""
+"""Whatever changes between two calls, and however, the second gives what the plain module gives.
+
+A tenth of the cases, drawn by one fixed seed, runs by default; the others have ``-m thorough``. All
+workers of a run and both runs of .ci/run have to draw the same, which a day may not give.
+"""
+
+import random
 
 import pytest
 import torch
@@ -19,11 +25,12 @@ BY_INDUCTOR = ("`keys.mul_(-1.5)`", "`keys.numpy()`", "`Adam`, fused", "`load_st
 
 def marks(way, mode):
     """Each way of a layer is compiled by itself: a second for each, of which four are enough."""
-    if mode != "compiled":
-        return []
-    return [pytest.mark.thorough if way.layers in ((), EVERY) else pytest.mark.deep]
+    if mode == "compiled" and way.layers not in ((), EVERY):
+        return [pytest.mark.deep]
+    return [pytest.mark.thorough] if mode == "compiled" or DRAWN.random() >= 0.1 else []
 
 
+DRAWN = random.Random(2)
 CASES = [
     pytest.param(way, mode, id=f"{way.what}, {way.how}, {mode}", marks=marks(way, mode))
     for way in WAYS
@@ -62,6 +69,7 @@ def test_every_variant_of_a_way(way, mode):
     assert wrong(way, mode, every=True) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", BY_INDUCTOR)
 def test_way_by_inductor(how):
     (way,) = (way for way in WAYS if way.how == how)

@@ -1,7 +1,9 @@
-"""What a fused module gives, beside what the plain one gives."""
+"""What one module gives, beside what another gives."""
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from bahdanau_fast import parity
 
 # Of the largest value of a tensor, or of one; none sums more than some thousand products.
 SHARES = {
@@ -28,6 +30,15 @@ def same(got, want, share=None):
             torch.testing.assert_close(
                 a, b, rtol=0, atol=limit, equal_nan=True, msg=lambda m, at=at: f"{at}: {m}"
             )
+
+
+def as_exact(ours, eager, exact, dtype):
+    """The parity rule for each of some results; dtypes are those of eager."""
+    detached = ([x.detach() for x in each] for each in (ours, eager, exact))
+    for a, b, c in zip(*detached, strict=True):
+        assert a.dtype == b.dtype
+        limit = parity.allowed(parity.error(b, c), float(c.abs().max()), dtype)
+        assert parity.error(a, c) <= limit
 
 
 def results(call, leaves, module):

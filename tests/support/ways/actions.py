@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.autograd.functional import hessian, jacobian
 
-from ways.changes import array
 from ways.layers import OF_A_LAYER
 from ways.sides import WATCHED
-from ways.table import WAYS
+from ways.table import WAYS, array
 from ways.way import AFTER
 
 # Not among sequences: what needs a place where keys come from. What may come before the first call

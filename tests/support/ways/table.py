@@ -2,12 +2,14 @@
 
 import copy
 import ctypes
+import pickle
+import threading
+from operator import attrgetter
 
 import torch
 from torch import nn
-from torch.nn.utils import prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
-from ways import changes
 from ways.kinds import KINDS
 from ways.layers import GRADIENTS, LAYERED, MADE_ANEW
 from ways.sides import WATCHED
@@ -18,247 +20,473 @@ DATA = ("trained", "encoder", "compiled")  # for keys that no gradient is asked 
 GRAPHS = DATA  # a graph holds the tensors, so that they cannot be swapped
 INFERENCE = ("inference", "born in inference")  # of its tensors no gradient can be asked
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+WAYS = []
 
-WAYS = (
-    Way("keys", "`keys.mul_(-1.5)`", changes.times("keys")),
-    Way("keys", "`keys[1, 3] = 7`", lambda s: s.keys[1].__setitem__(3, 7.0)),
-    Way("keys", "written through a view", lambda s: s.keys[:, 2:4].zero_()),
-    Way("keys", "`keys.copy_(new)`", lambda s: s.keys.copy_(s.draw(*s.keys.shape))),
-    Way("keys", "`torch.mul(keys, 2, out=keys)`", lambda s: torch.mul(s.keys, 2.0, out=s.keys)),
-    Way(
-        "keys",
-        "in place in the autograd graph",
-        changes.times("keys"),
-        graph=True,
-        without=("trained", "compiled"),
-    ),
-    Way("keys", "`keys.detach().mul_(-1.5)`", lambda s: s.keys.detach().mul_(-1.5)),
-    Way("keys", "`keys.data.mul_(-1.5)`", changes.times("keys.data")),
-    Way("keys", "`keys.data = new`", changes.renew_data("keys")),
-    Way("keys", "`keys.data` of other strides at the same address", changes.other_strides),
-    Way("keys", "`keys.set_(new)`", lambda s: s.keys.set_(s.draw(*s.keys.shape))),
-    Way("keys", "`keys.resize_()`, fewer of them", changes.shorter, without=DATA),
-    Way(
-        "keys",
-        "`torch.utils.swap_tensors(keys, new)`",
-        lambda s: torch.utils.swap_tensors(s.keys, s.draw(*s.keys.shape)),
-        without=DATA,
-    ),
-    Way("keys", "a new tensor where the old one died", changes.keys_of_the_same_address),
-    Way("keys", "the same bytes in another shape", changes.as_one_row),
-    Way(
-        "keys",
-        "the negative view of the same bytes",
-        changes.negative_view,
-        changes.complex_pair,
-        without=DATA,
-    ),
-    Way(
-        "keys",
-        "a version counter that is held back",
-        changes.hidden_from_versions,
-        without=("born in inference",),
-    ),
-    Way("keys", "`keys.numpy()`", changes.numpy_times("keys")),
-    Way(
-        "keys",
-        "`torch.from_numpy`, the array written",
-        lambda s: s.notes["array"].__imul__(-1.5),
-        lambda s: (
-            s.notes.update(array=changes.array(s.keys).copy()),
-            changes.given(s, torch.from_numpy(s.notes["array"])),
-        ),
-        without=OWN_KEYS,
-    ),
-    Way("keys", "DLPack", lambda s: torch.from_dlpack(s.keys.detach()).mul_(-1.5)),
-    Way("keys", "`untyped_storage().copy_()`", changes.storage_filled),
-    Way("keys", "storage freed, made anew and filled", changes.storage_freed_and_filled),
-    Way(
-        "keys",
-        "`ctypes.memset` at `data_ptr()`",
-        lambda s: ctypes.memset(s.keys.data_ptr(), 0, 400),
-    ),
-    Way("keys", "two rows exchanged through numpy", changes.swap_rows),
-    Way(
-        "keys",
-        "time first, then transposed, through numpy",
-        changes.numpy_times("keys"),
-        changes.time_first,
-        without=OWN_KEYS,
-    ),
-    Way(
-        "keys",
-        "the row that is expanded to all of them",
-        lambda s: changes.array(s.notes["row"]).__imul__(-1.5),
-        changes.expanded,
-        without=DATA,
-    ),
-    Way("keys", "written by another thread", changes.by_a_thread),
-    Way(
-        "keys",
-        "`share_memory_()`, written by another process",
-        changes.in_another_process,
-        lambda s: changes.given(s, s.keys.detach().clone().share_memory_()),
-        without=OWN_KEYS,
-    ),
-    Way(
+
+def way(what, how, prepare=None, **options):
+    """Registers a change of a side (sides.py); options are those of Way."""
+
+    def add(change):
+        WAYS.append(Way(what, how, change, prepare, **options))
+        return change
+
+    return add
+
+
+def array(tensor):
+    """Its memory as numpy sees it."""
+    return tensor.detach().numpy()
+
+
+def given(s, tensor):
+    """Make this the keys, a leaf as the ones before."""
+    s.keys = tensor.requires_grad_() if s.keys.requires_grad else tensor
+
+
+def times(name):
+    """A tensor of a side, in place."""
+    return lambda s: attrgetter(name)(s).mul_(-1.5)
+
+
+def numpy_times(name):
+    return lambda s: array(attrgetter(name)(s)).__imul__(-1.5)
+
+
+def renew_data(name):
+    """``x.data = new``, which in general is at another address."""
+
+    def change(s):
+        x = attrgetter(name)(s)
+        x.data = s.draw(*x.shape)
+
+    return change
+
+
+def w_k(s):
+    return s.module.W_k.weight
+
+
+# ---- keys
+
+
+def fill_storage(s):
+    fresh = s.draw(*s.keys.shape)
+    s.keys.untyped_storage().copy_(fresh.untyped_storage())
+
+
+for how, change in {
+    "`keys.mul_(-1.5)`": times("keys"),
+    "`keys[1, 3] = 7`": lambda s: s.keys[1].__setitem__(3, 7.0),
+    "written through a view": lambda s: s.keys[:, 2:4].zero_(),
+    "`keys.copy_(new)`": lambda s: s.keys.copy_(s.draw(*s.keys.shape)),
+    "`torch.mul(keys, 2, out=keys)`": lambda s: torch.mul(s.keys, 2.0, out=s.keys),
+    "`keys.detach().mul_(-1.5)`": lambda s: s.keys.detach().mul_(-1.5),
+    "`keys.data.mul_(-1.5)`": times("keys.data"),
+    "`keys.data = new`": renew_data("keys"),
+    "`keys.set_(new)`": lambda s: s.keys.set_(s.draw(*s.keys.shape)),
+    "`keys.numpy()`": numpy_times("keys"),
+    "DLPack": lambda s: torch.from_dlpack(s.keys.detach()).mul_(-1.5),
+    "`untyped_storage().copy_()`": fill_storage,
+    "`ctypes.memset` at `data_ptr()`": lambda s: ctypes.memset(s.keys.data_ptr(), 0, 400),
+}.items():
+    way("keys", how)(change)
+way("keys", "in place in the autograd graph", graph=True, without=("trained", "compiled"))(
+    times("keys")
+)
+
+
+@way("keys", "`keys.data` of other strides at the same address")
+def other_strides(s):
+    """The same address, shape and bytes, read in another order."""
+    rows, columns = s.keys.shape[1:]
+    s.keys.data = s.keys.data.as_strided(s.keys.shape, (rows * columns, 1, rows))
+
+
+@way("keys", "`keys.resize_()`, fewer of them", without=DATA)
+def shorter(s):
+    # Weights of a call hold the node of its values, which knows their shape (compatibility.md).
+    s.module.attention_weights = None
+    for x in (s.keys, s.values):
+        x.resize_(x.shape[0], x.shape[1] - 3, x.shape[2])
+
+
+@way("keys", "`torch.utils.swap_tensors(keys, new)`", without=DATA)
+def swap_keys(s):
+    torch.utils.swap_tensors(s.keys, s.draw(*s.keys.shape))
+
+
+@way("keys", "a new tensor where the old one died")
+def keys_of_the_same_address(s):
+    """The old keys die first: what comes next is often where they were."""
+    fresh, asked = 2 * s.draw(*s.keys.shape), s.keys.requires_grad
+    s.keys = None
+    s.keys = fresh.clone().requires_grad_(asked)
+
+
+@way("keys", "the same bytes in another shape")
+def as_one_row(s):
+    """The same bytes as one row of all the keys."""
+    s.keys, s.values = (x.detach().view(1, -1, x.shape[2]) for x in (s.keys, s.values))
+    s.queries, s.lens = s.queries.detach()[:1], s.lens[1:2]
+
+
+def complex_pair(s):
+    s.notes["complex"] = torch.complex(s.draw(*s.keys.shape), s.keys.detach().clone())
+    s.keys = s.notes["complex"].imag
+
+
+@way("keys", "the negative view of the same bytes", complex_pair, without=DATA)
+def negative_view(s):
+    """Of the same bytes: a flag of the tensor alone tells them apart."""
+    s.keys = s.notes["complex"].conj().imag
+
+
+@way("keys", "a version counter that is held back", without=("born in inference",))
+def hidden_from_versions(s):
+    with torch.autograd._unsafe_preserve_version_counter(s.keys):
+        s.keys.mul_(-1.5)
+
+
+def from_numpy(s):
+    s.notes["array"] = array(s.keys).copy()
+    given(s, torch.from_numpy(s.notes["array"]))
+
+
+@way("keys", "`torch.from_numpy`, the array written", from_numpy, without=OWN_KEYS)
+def write_array(s):
+    s.notes["array"] *= -1.5
+
+
+@way("keys", "storage freed, made anew and filled")
+def storage_freed_and_filled(s):
+    fresh, storage = s.draw(*s.keys.shape), s.keys.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    s.keys.data.copy_(fresh)
+
+
+@way("keys", "two rows exchanged through numpy")
+def swap_rows(s):
+    """The same numbers, in another order: a sum over bytes stays what it was."""
+    numbers = array(s.keys)
+    numbers[1, [3, 4]] = numbers[1, [4, 3]]
+
+
+def time_first(s):
+    given(s, s.keys.detach().transpose(0, 1).contiguous().transpose(0, 1))
+
+
+way("keys", "time first, then transposed, through numpy", time_first, without=OWN_KEYS)(
+    numpy_times("keys")
+)
+
+
+def expand(s):
+    s.notes["row"] = s.keys.detach()[:1].clone()
+    s.keys = s.notes["row"].expand(s.keys.shape)
+
+
+@way("keys", "the row that is expanded to all of them", expand, without=DATA)
+def write_row(s):
+    array(s.notes["row"]).__imul__(-1.5)
+
+
+@way("keys", "written by another thread")
+def by_a_thread(s):
+    thread = threading.Thread(target=lambda: array(s.keys).__imul__(-1.5))
+    thread.start()
+    thread.join()
+
+
+def share_memory(s):
+    given(s, s.keys.detach().clone().share_memory_())
+
+
+@way("keys", "`share_memory_()`, written by another process", share_memory, without=OWN_KEYS)
+def in_another_process(s):
+    """A forked child, as a data loader's worker is, writes into shared memory."""
+    child = torch.multiprocessing.get_context("fork").Process(
+        target=ctypes.memset, args=(s.keys.data_ptr(), 0, 400)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+# ---- the graph
+
+
+@way(
+    "graph",
+    "`keys.detach_().requires_grad_()`",
+    graph=True,
+    moves=False,
+    without=("eager", "trained", "compiled", *INFERENCE),
+)
+def detach_and_ask(s):
+    s.keys.detach_().requires_grad_()
+
+
+@way("graph", "`keys.detach_()`", graph=True, moves=False)
+def detach(s):
+    s.keys.detach_()
+
+
+def turned_round(name):
+    """``requires_grad`` of an input, or of the module's bias."""
+
+    def change(s):
+        x = s.module.bias if name == "bias" else getattr(s, name)
+        x.requires_grad_(not x.requires_grad)
+
+    return change
+
+
+for name in ("keys", "values", "queries", "bias"):
+    way(
         "graph",
-        "`keys.detach_().requires_grad_()`",
-        lambda s: s.keys.detach_().requires_grad_(),
+        f"`{name}.requires_grad_()` turned round, and again",
         graph=True,
         moves=False,
-        without=("eager", "trained", "compiled", "inference", "born in inference"),
-    ),
-    Way("graph", "`keys.detach_()`", lambda s: s.keys.detach_(), graph=True, moves=False),
-    *(
-        Way(
-            "graph",
-            f"`{name}.requires_grad_()` turned round, and again",
-            changes.turned_round(name),
-            graph=True,
-            moves=False,
-            without=INFERENCE if name == "bias" else ("encoder", *INFERENCE),
-            kinds=("additive", "location") if name == "bias" else tuple(KINDS),
-            whens=(AFTER, BEFORE),
-            times=3,
-        )
-        for name in ("keys", "values", "queries", "bias")
-    ),
-    GRADIENTS,
-    *(
-        Way(
+        without=INFERENCE if name == "bias" else ("encoder", *INFERENCE),
+        kinds=("additive", "location") if name == "bias" else tuple(KINDS),
+        whens=(AFTER, BEFORE),
+        times=3,
+    )(turned_round(name))
+WAYS.append(GRADIENTS)
+for how, look in WATCHED.items():
+    if look is not None:
+        way(
             "graph",
             f"`attention_weights`: {how}",
-            lambda s, look=look: setattr(s, "look", look),
             moves=False,
             without=("compiled",),  # outputs of compiled code have no gradients of each other
             kinds=tuple(KINDS),
             whens=(AFTER, BEFORE),
-        )
-        for how, look in WATCHED.items()
-        if look is not None
-    ),
-    Way("graph", "a call with gradients turned round", changes.other_mode, graph=True, moves=False),
-    Way(
-        "graph",
-        "a call in `inference_mode`",
-        lambda s: torch.inference_mode()(s.call)(),
-        moves=False,
-    ),
-    Way(
-        "graph",
-        "a call in `inference_mode` with `enable_grad`",
-        changes.inference_with_gradients,
-        moves=False,
-    ),
-    Way("graph", "a call under autocast", changes.under_autocast, moves=False, dtype=torch.float32),
-    Way("values", "`values.mul_(-1.5)`", changes.times("values")),
-    Way("values", "`values.data.mul_(-1.5)`", changes.times("values.data")),
-    Way("values", "`values.numpy()`", changes.numpy_times("values")),
-    Way("values", "`values.data = new`", changes.renew_data("values"), pending=False),
-    Way("values", "another tensor", lambda s: setattr(s, "values", 2 * s.values)),
-    Way("lengths", "`lens.add_(1)`", lambda s: s.lens.add_(1)),
-    Way("lengths", "`lens.data.add_(1)`", lambda s: s.lens.data.add_(1)),
-    Way("lengths", "`lens.numpy()`", lambda s: changes.array(s.lens).__iadd__(1)),
-    Way("lengths", "another tensor", lambda s: setattr(s, "lens", s.lens + 1)),
-    Way("lengths", "none any more", lambda s: setattr(s, "lens", None)),
-    Way("weights", "`W_k.weight.mul_(-1.5)`", changes.times("module.W_k.weight")),
-    Way("weights", "`W_q.weight.mul_(-1.5)`", changes.times("module.W_q.weight")),
-    Way("weights", "`w_v.weight.mul_(-1.5)`", changes.times("module.w_v.weight")),
-    Way("weights", "`W_q.weight.data.mul_(-1.5)`", changes.times("module.W_q.weight.data")),
-    Way("weights", "`w_v.weight.data.mul_(-1.5)`", changes.times("module.w_v.weight.data")),
-    Way("weights", "`p.data`: an exponential average", changes.exponential_average),
-    Way("weights", "`W_k.weight.data = new`", changes.renew_data("module.W_k.weight")),
-    Way("weights", "`W_k.weight.data = new` at the same address", changes.data_at_the_same_address),
-    Way(
-        "weights",
-        "`W_k.weight = Parameter(new)`",
-        lambda s: setattr(s.module.W_k, "weight", nn.Parameter(s.draw(*changes.w_k(s).shape))),
-    ),
-    Way(
-        "weights",
-        "`vector_to_parameters` of another vector",
-        lambda s: vector_to_parameters(
-            s.draw(sum(p.numel() for p in s.module.parameters())), s.module.parameters()
+        )(lambda s, look=look: setattr(s, "look", look))
+
+
+@way("graph", "a call with gradients turned round", graph=True, moves=False)
+def other_mode(s):
+    with torch.set_grad_enabled(not torch.is_grad_enabled()):
+        s.call()
+
+
+@way("graph", "a call in `inference_mode`", moves=False)
+def in_inference_mode(s):
+    with torch.inference_mode():
+        s.call()
+
+
+@way("graph", "a call in `inference_mode` with `enable_grad`", moves=False)
+def inference_with_gradients(s):
+    with torch.inference_mode(), torch.enable_grad():
+        s.call()
+
+
+@way("graph", "a call under autocast", moves=False, dtype=torch.float32)
+def under_autocast(s):
+    with torch.autocast("cpu", torch.bfloat16):
+        s.call()
+
+
+# ---- values, lengths, weights and bias
+
+
+for what, named in {
+    "values": {
+        "`values.mul_(-1.5)`": times("values"),
+        "`values.data.mul_(-1.5)`": times("values.data"),
+        "`values.numpy()`": numpy_times("values"),
+        "another tensor": lambda s: setattr(s, "values", 2 * s.values),
+    },
+    "lengths": {
+        "`lens.add_(1)`": lambda s: s.lens.add_(1),
+        "`lens.data.add_(1)`": lambda s: s.lens.data.add_(1),
+        "`lens.numpy()`": lambda s: array(s.lens).__iadd__(1),
+        "another tensor": lambda s: setattr(s, "lens", s.lens + 1),
+        "none any more": lambda s: setattr(s, "lens", None),
+    },
+    "weights": {
+        **{
+            f"`{name}.mul_(-1.5)`": times(f"module.{name}")
+            for name in (
+                *("W_k.weight", "W_q.weight", "w_v.weight"),
+                *("W_q.weight.data", "w_v.weight.data"),
+            )
+        },
+        "`W_k.weight.data = new`": renew_data("module.W_k.weight"),
+        "`W_k.weight = Parameter(new)`": lambda s: setattr(
+            s.module.W_k, "weight", nn.Parameter(s.draw(*w_k(s).shape))
         ),
-        pending=False,
-    ),
-    Way(
-        "weights",
-        "`vector_to_parameters` again, the vector changed",
-        changes.vector_again,
-        changes.to_vector,
-    ),
-    Way("weights", "rounded: `p.copy_(round(p))`", changes.rounded),
-    Way("weights", "`W_k.weight.numpy()`", changes.numpy_times("module.W_k.weight")),
-    Way(
-        "weights",
-        "`ctypes.memset` at `W_k.weight.data_ptr()`",
-        lambda s: ctypes.memset(changes.w_k(s).data_ptr(), 0, 400),
-    ),
-    Way("weights", "`load_state_dict`", changes.load),
-    Way("weights", "`load_state_dict(assign=True)`", lambda s: changes.load(s, assign=True)),
-    Way(
-        "weights",
-        "`load_state_dict`, tensors swapped",
-        changes.swapping(changes.load),
-        without=GRAPHS,
-    ),
-    Way("weights", "`half().double()`", changes.halved, pending=False),
-    Way(
-        "weights",
-        "`half().double()`, tensors swapped",
-        changes.swapping(changes.halved),
-        without=GRAPHS,
-    ),
-    Way(
-        "weights",
-        "all in float32",
-        lambda s: changes.to_dtype(s, torch.float32),
-        moves=False,
-        pending=False,
-    ),
-    *(
-        Way("weights", f"`{kind.__name__}`, {how}", changes.optimizer(kind, how))
-        for kind in OPTIMIZERS
-        for how in ("fused", "foreach", "plain")
-    ),
-    Way(
-        "weights",
-        "`prune.remove`",
-        lambda s: (
-            prune.l1_unstructured(s.module.W_k, "weight", 0.5),
-            prune.remove(s.module.W_k, "weight"),
+        "`W_k.weight.numpy()`": numpy_times("module.W_k.weight"),
+        "`ctypes.memset` at `W_k.weight.data_ptr()`": lambda s: ctypes.memset(
+            w_k(s).data_ptr(), 0, 400
         ),
-    ),
-    Way("bias", "`bias.mul_(-1.5)`", changes.times("module.bias")),
-    Way("bias", "`bias.data.mul_(-1.5)`", changes.times("module.bias.data")),
-    Way("bias", "`bias.numpy()`", changes.numpy_times("module.bias")),
-    Way("bias", "`bias = Parameter(new)`", changes.new_bias),
-    Way(
-        "bias",
-        "`bias = Parameter(new)` of the same id",
-        changes.bias_of_the_same_id,
-        changes.new_bias,
-    ),
-    Way("bias", "`bias = None`", lambda s: setattr(s.module, "bias", None)),
-    *LAYERED,
-    *MADE_ANEW,
-    Way(
-        "layers",
-        "`deepcopy`, the copy changed and called",
-        changes.other_module(copy.deepcopy, False),
-    ),
-    Way(
-        "layers",
-        "`deepcopy`, the copy changed",
-        changes.other_module(copy.deepcopy, True),
-        moves=False,
-    ),
-    Way(
-        "layers",
-        "`pickle`, the copy changed and called",
-        changes.other_module(changes.pickled, False),
-    ),
-    Way("layers", "`functional_call` with other weights", changes.called_with_others, moves=False),
-)
+    },
+    "bias": {
+        "`bias.mul_(-1.5)`": times("module.bias"),
+        "`bias.data.mul_(-1.5)`": times("module.bias.data"),
+        "`bias.numpy()`": numpy_times("module.bias"),
+        "`bias = None`": lambda s: setattr(s.module, "bias", None),
+    },
+}.items():
+    for how, change in named.items():
+        way(what, how)(change)
+way("values", "`values.data = new`", pending=False)(renew_data("values"))
+
+
+@way("weights", "`p.data`: an exponential average")
+def exponential_average(s):
+    for p in s.module.parameters():
+        p.data.mul_(0.3).add_(s.draw(*p.shape), alpha=0.7)
+
+
+@way("weights", "`W_k.weight.data = new` at the same address")
+def data_at_the_same_address(s):
+    """The allocator often gives back what was freed last; here it is asked until it does."""
+    weight = w_k(s)
+    fresh, address = s.draw(*weight.shape), weight.data_ptr()
+    weight.data = torch.empty(0, dtype=weight.dtype)
+    tried = [torch.empty_like(fresh) for _ in range(64)]
+    weight.data = next((x for x in tried if x.data_ptr() == address), tried[-1]).copy_(fresh)
+
+
+@way("weights", "`vector_to_parameters` of another vector", pending=False)
+def of_another_vector(s):
+    size = sum(p.numel() for p in s.module.parameters())
+    vector_to_parameters(s.draw(size), s.module.parameters())
+
+
+def to_vector(s):
+    s.notes["vector"] = parameters_to_vector(s.module.parameters()).detach().clone()
+    vector_to_parameters(s.notes["vector"], s.module.parameters())
+
+
+@way("weights", "`vector_to_parameters` again, the vector changed", to_vector)
+def vector_again(s):
+    s.notes["vector"].mul_(-1.5)
+    vector_to_parameters(s.notes["vector"], s.module.parameters())
+
+
+@way("weights", "rounded: `p.copy_(round(p))`")
+def rounded(s):
+    for p in s.module.parameters():
+        p.copy_((p * 2).round() / 2)
+
+
+def swapping(function):
+    """The same while conversions swap tensors in place of setting their data."""
+
+    def change(s):
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            function(s)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    return change
+
+
+@way("weights", "`load_state_dict`")
+def load(s, **how):
+    s.module.load_state_dict({n: s.draw(*x.shape) for n, x in s.module.state_dict().items()}, **how)
+
+
+way("weights", "`load_state_dict(assign=True)`")(lambda s: load(s, assign=True))
+way("weights", "`load_state_dict`, tensors swapped", without=GRAPHS)(swapping(load))
+
+
+@way("weights", "`half().double()`", pending=False)
+def halved(side):
+    """The parameters through fp16; their new memory may be where the old was."""
+    side.module.half().double()
+
+
+way("weights", "`half().double()`, tensors swapped", without=GRAPHS)(swapping(halved))
+
+
+@way("weights", "all in float32", moves=False, pending=False)
+def in_float32(s):
+    s.module.float()
+    s.encoder.float()
+    for name in ("source", "queries", "keys", "values"):
+        x = getattr(s, name)
+        setattr(s, name, x.detach().float().requires_grad_(x.requires_grad))
+
+
+def optimizer(kind, how):
+    """One step of an optimizer, with drawn gradients."""
+
+    def change(s):
+        parameters = list(s.module.parameters())
+        for parameter in parameters:
+            parameter.grad = s.draw(*parameter.shape)
+        kind(parameters, lr=0.5, **{name: name == how for name in ("foreach", "fused")}).step()
+        for parameter in parameters:
+            parameter.grad = None
+
+    return change
+
+
+for kind in OPTIMIZERS:
+    for how in ("fused", "foreach", "plain"):
+        way("weights", f"`{kind.__name__}`, {how}")(optimizer(kind, how))
+
+
+@way("weights", "`prune.remove`")
+def pruned(s):
+    prune.l1_unstructured(s.module.W_k, "weight", 0.5)
+    prune.remove(s.module.W_k, "weight")
+
+
+@way("bias", "`bias = Parameter(new)`")
+def new_bias(s):
+    s.module.bias = nn.Parameter(s.draw(*s.module.bias.shape))
+
+
+@way("bias", "`bias = Parameter(new)` of the same id", new_bias)
+def bias_of_the_same_id(s):
+    """And of the same memory; Python often puts a new object where one of its size has died."""
+    memory, identity = s.module.bias.detach(), id(s.module.bias)
+    array(memory)[:] = array(s.draw(*memory.shape))
+    s.module.bias = None
+    tried = [nn.Parameter(memory)]
+    while id(tried[-1]) != identity and len(tried) < 64:
+        tried.append(nn.Parameter(memory))
+    s.module.bias = tried[-1]
+
+
+# ---- layers and modules
+
+WAYS += [*LAYERED, *MADE_ANEW]
+
+
+def other_module(copied, original):
+    """The weights of a copy change; the next call is by the copy, or by the original."""
+
+    def change(s):
+        s.module.attention_weights = None  # of the graph: the plain module cannot copy it
+        other = copied(s.module)
+        with torch.no_grad():
+            other.W_k.weight.mul_(-1.5)
+        s.module = s.module if original else other
+
+    return change
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+way("layers", "`deepcopy`, the copy changed and called")(other_module(copy.deepcopy, False))
+way("layers", "`deepcopy`, the copy changed", moves=False)(other_module(copy.deepcopy, True))
+way("layers", "`pickle`, the copy changed and called")(other_module(pickled, False))
+
+
+@way("layers", "`functional_call` with other weights", moves=False)
+def called_with_others(s):
+    others = {name: s.draw(*p.shape) for name, p in s.module.named_parameters()}
+    return torch.func.functional_call(s.module, others, (s.queries, s.keys, s.values, s.lens))
