@@ -45,7 +45,7 @@ class Call(NamedTuple):
     located: Located | None = None  # what features are made of, in place of those of inside
     need_weights: bool = True
     scores_only: bool = False  # the result are the scores
-    backend: str | None = None  # asked for by name
+    backend: str | None = None  # requested by name
     # Raises an error that says what is wrong with the inputs, as a call of this does: where nothing
     # has checked them but the operator, and it refused them.
     explain: Callable[[Call], object] | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -290,15 +290,29 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     )
 
 
-def what_torch_does(
+class TorchState(NamedTuple):
+    """What torch does around a call."""
+
+    traced: bool = False  # torch.compile or torch.export is tracing it
+    records: bool = False  # a gradient may be asked for
+    of_inference: bool = False  # and an input is a tensor of inference mode
+    # Only plain operations will do: under ``torch.func``, forward mode, ``torch.jit.trace`` and
+    # ``torch.onnx.export``.
+    plain_only: bool = False
+    autocast: bool = False  # matrix products take another dtype
+
+
+_RECORDED, _UNRECORDED = TorchState(records=True), TorchState()
+
+
+def torch_state(
     device: torch.device, inputs: tuple[Tensor | None, ...], called: bool
-) -> tuple[bool, bool, bool, bool, bool]:
-    """Whether torch traces, records (and inputs of inference mode), is plain only, autocasts."""
-    # All of it at once: a small call costs little more than these questions. Of a layer that is
-    # called nobody knows the parameters.
+) -> TorchState:
+    """Around a call with these inputs, or ``called``, of a layer of unknown parameters."""
+    # All of it at once: a small call costs little more than these questions.
     if torch.compiler.is_compiling():
         records = torch.is_grad_enabled() and (called or needs_gradient(*inputs))
-        return True, records, False, plain_only(), autocast_dtype(device) is not None
+        return TorchState(True, records, False, plain_only(), autocast_dtype(device) is not None)
     # Nothing is recorded in inference mode, even within enable_grad().
     records = torch.is_grad_enabled() and (
         called or (torch._C._any_requires_grad(*inputs) and not torch.is_inference_mode_enabled())
@@ -309,7 +323,9 @@ def what_torch_does(
             if tensor is not None and tensor.is_inference():
                 of_inference = True
     autocast = torch._C._is_any_autocast_enabled() and autocast_dtype(device) is not None
-    return False, records, of_inference, in_transform(False), autocast
+    if of_inference or autocast or in_transform(False):
+        return TorchState(False, records, of_inference, in_transform(False), autocast)
+    return _RECORDED if records else _UNRECORDED
 
 
 def plain_only() -> bool:

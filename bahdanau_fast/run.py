@@ -121,7 +121,7 @@ def _in_front(route: Route, call: Call) -> Call:
         inside = inside._replace(features=features, w_f=w_f)
     if located is not None:
         located = Located(*(_to(x, dtype) for x in located))
-        if route.backend != "cpu":  # whose kernel convolves
+        if not route.convolves:
             inside, located = inside._replace(features=convolved(*located)), None
     return call._replace(
         queries=_to(queries, dtype),
@@ -145,19 +145,16 @@ def _keys(route: Route, call: Call) -> ProjectedKeys:
     if w_k is None and bias is not None:
         keys, bias = keys + bias, None
     source = None
-    if call.cache is not None and route.backend == "cpu":
-        # General scores read no table; their gradients meet in one node all the same.
-        reads_table = not route.general
-        meet = not reads_table and route.records and not route.traced
+    if call.cache is not None and (route.reuse or (w_k is None and (route.table or route.meet))):
         # Where nothing is derived from the bytes of the keys, none are compared.
         by_version = w_k is None and not route.table
-        if route.table or meet if w_k is None else route.reuse:
-            source = call.cache.source(keys, w_k, bias, route.backend, by_version)
+        source = call.cache.source(keys, w_k, bias, route.backend, by_version)
     if source is None:
         own = keys if w_k is None else linear(keys, w_k, bias, route.backend == "reference")
         return ProjectedKeys(own, None, None)
     assert call.cache is not None
     w_v = call.w_v if isinstance(call.w_v, Tensor) else None
+    reads_table = not route.general
     return call.cache.project(source, call.values, w_v, route.table, route.records, reads_table)
 
 

@@ -1,13 +1,11 @@
 """Which implementation serves a call, and why.
 
 ``auto`` takes the fastest backend that is there for the device and dtype of the data. A backend
-can be asked for by name, for one call (``backend="cpu"``) or for a block (``with use("cpu")``).
+can be requested by name, for one call (``backend="cpu"``) or for a block (``with use("cpu")``).
 """
 
 from __future__ import annotations
 
-import importlib
-import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,24 +17,27 @@ from torch import Tensor
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, limits, switches
 from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.backend import Backend, Facts, Sizes
+from bahdanau_fast.backends.cpu import CPU
+from bahdanau_fast.backends.cuda import CUDA
+from bahdanau_fast.backends.reference import REFERENCE
 from bahdanau_fast.backends.route import (
-    GPU_STEP_QUERIES,
-    NAMES,
     DecoderFacts,
-    Facts,
     Route,
     choose_backend,
-    is_cuda_step,
+    is_step,
     route,
     route_decoder,
 )
-from bahdanau_fast.backends.route import keeps_table as _keeps_table
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.call import Call
+from bahdanau_fast.checks import TorchState
 from bahdanau_fast.ops.decode_arguments import padded
 from bahdanau_fast.reference import TANH
 
 __all__ = [
-    "NAMES",
+    "BACKENDS",
+    "Backend",
     "Route",
     "available",
     "decide",
@@ -47,16 +48,13 @@ __all__ = [
     "use",
 ]
 
+#: By name, fastest first.
+BACKENDS: dict[str, Backend] = {one.name: one for one in (CUDA, TRITON, CPU, REFERENCE)}
+
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
 
-
-_cpu_problem = availability.cpu_problem()
-# Triton, too, reads it once.
-_INTERPRETED = availability.interpreted()
-_ON_CPU = ("cpu", "reference") if _cpu_problem is None else ("reference",)
-
-if _cpu_problem is not None:
+if (_cpu_problem := CPU.problem()) is not None:
     warnings.warn(
         f"bahdanau_fast: {_cpu_problem}; using the slower reference backend. "
         "`python -m bahdanau_fast info` says more.",
@@ -71,16 +69,12 @@ def available() -> tuple[str, ...]:
     >>> "reference" in available()
     True
     """
-    return tuple(name for name in NAMES if why_not(name) is None)
+    return tuple(name for name in BACKENDS if why_not(name) is None)
 
 
 def why_not(name: str) -> str | None:
     """What keeps a backend from being available; None when nothing does."""
-    if name == "cuda":
-        return availability.cuda_problem()
-    if name == "triton":
-        return availability.triton_problem()
-    return _cpu_problem if name == "cpu" else None
+    return BACKENDS[name].problem()
 
 
 # A constant of compiled code, as torch.compiler.assume_constant_result says, which takes as long to
@@ -98,30 +92,18 @@ def explain(device: str | torch.device | None = None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = resolve(torch.device(device))
-    where = "in its interpreter, on the CPU" if _INTERPRETED else "for CUDA and ROCm tensors"
-    what = {
-        "cuda": f"CUDA C++ for CUDA tensors, up to {GPU_STEP_QUERIES} queries; not float64",
-        "triton": f"Triton kernels {where}; not float64",
-        "cpu": f"fused C++ for CPU tensors, {_instruction_set()}",
-        "reference": "plain PyTorch, any device",
-    }
     lines = [f"auto takes {chosen!r} for {torch.device(device).type} tensors"]
-    for name in NAMES:
+    for name, backend in BACKENDS.items():
         problem = why_not(name)
-        state = f"available: {what[name]}" if problem is None else f"not available: {problem}"
+        state = f"available: {backend.describe()}"
+        if problem is not None:
+            state = f"not available: {problem}"
         lines.append(f"  {name:<10} {state}")
     if switches.OFF:
         lines.append(f"  off by {switches.VARIABLE}: {', '.join(sorted(switches.OFF))}")
     if _forced is not None:
         lines.append(f"  forced to {_forced!r} by backends.use()")
     return "\n".join(lines)
-
-
-def _instruction_set() -> str:
-    if _cpu_problem is not None:
-        return platform.machine()
-    name: str = importlib.import_module("bahdanau_fast._C_cpu").instruction_set()
-    return f"{name} kernels"
 
 
 def resolve(
@@ -134,17 +116,18 @@ def resolve(
 
     Args:
         device: where the data is.
-        name: a backend asked for by name; None takes that of ``use()``, else the fastest.
+        name: a backend requested by name; None takes that of ``use()``, else the fastest.
         dtype: of the data.
         step: CUDA C++ could serve it, by its size.
 
     Raises:
         ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
-    kind, asked, plain_only = device.type, _asked(name), checks.plain_only()
-    return choose_backend(
-        asked, kind, dtype, _there(device, step), plain_only, _INTERPRETED, step=step
-    )[0]
+    requested = _requested(name)
+    backends = _available(device, requested, step)
+    return choose_backend(requested, device.type, dtype, backends, checks.plain_only(), step)[
+        0
+    ].name
 
 
 def decide(call: Call) -> Route:
@@ -162,39 +145,40 @@ def decide(call: Call) -> Route:
         general = scores_only or inside.features is not None or inside.activation != "tanh"
         general, inputs = general or located is not None, (*inputs, *inside[:2], *(located or ()))
     device = queries.device
-    doing = checks.what_torch_does(device, inputs, scored is None)
-    asked = None if call.backend is None and _forced is None else _asked(call.backend)
+    state = checks.torch_state(device, inputs, scored is None)
+    requested = None
+    if call.backend is not None or _forced is not None:
+        requested = _requested(call.backend)
     sharded = (scores_only or located is not None) and checks.is_sharded(queries)
     kinds = (w_q is None, w_k is None, scored is None, dropout_p > 0.0)
-    if doing[0]:  # no size may decide, or traced code would be compiled anew for each
+    if state.traced:  # no size may decide, or traced code would be compiled anew for each
         none = (0, 0, 0), (0, 0, 0), 0, 0
-        return _decided(device, queries.dtype, none, doing, asked, sharded, general, kinds)
+        return _decided(device, queries.dtype, none, state, requested, sharded, general, kinds)
     hidden = queries.shape[2] if scored is None else scored.shape[-1]
-    sizes = queries.shape, keys.shape, values.shape[2], hidden
+    shapes = queries.shape, keys.shape, values.shape[2], hidden
     # Looked up rather than decided again: a small call takes little longer than the decision. What
-    # is there may change with `why_not` alone.
-    known = why_not, device, queries.dtype, sizes, doing, asked, sharded, general, kinds
-    found = _routes.get(known)
-    if found is None:
+    # is available may change with `why_not` alone.
+    key = why_not, device, queries.dtype, shapes, state, requested, sharded, general, kinds
+    result = _routes.get(key)
+    if result is None:
         if len(_routes) >= MOST_ROUTES:
             _routes.clear()
-        found = _routes[known] = _decided(*known[1:])
-    return found
+        result = _routes[key] = _decided(*key[1:])
+    return result
 
 
 def _decided(
-    device: torch.device, dtype: torch.dtype, sizes: Any, doing: tuple[bool, ...],
-    asked: str | None, sharded: bool, general: bool, kinds: tuple[bool, ...],
+    device: torch.device, dtype: torch.dtype, shapes: Any, state: TorchState,
+    requested: str | None, sharded: bool, general: bool, kinds: tuple[bool, ...],
 ) -> Route:  # fmt: skip
-    (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = sizes
-    traced, records, of_inference, plain_only, autocast = doing
-    there = _there(device, is_cuda_step(traced, queries_len, hidden, general))
-    facts = Facts(
-        device.type, dtype, batch, queries_len, keys_len, query_size, key_size, value_size, hidden,
-        traced, records, plain_only, autocast, of_inference or sharded, general, asked, there,
-        _INTERPRETED, *kinds,
-    )  # fmt: skip
-    return route(facts)
+    (batch, queries_len, query_size), (_, keys_len, key_size), value_size, hidden = shapes
+    step = is_step(state.traced, queries_len, hidden, general)
+    step = step or (state.traced and requested == CUDA.name and not general)
+    sizes = Sizes(batch, queries_len, keys_len, query_size, key_size, value_size, hidden)
+    backends = _available(device, requested, step)
+    return route(
+        Facts(device.type, dtype, sizes, state, sharded, general, requested, backends, *kinds), step
+    )
 
 
 _routes: dict[tuple[Any, ...], Route] = {}
@@ -205,7 +189,7 @@ def keeps_table(backend: str, projected_keys: Tensor) -> bool:
     """Whether the projected keys (B,Tk,H) of a memory get a table of exponentials."""
     if checks.is_exporting():  # the precision of a table goes by the size
         return False
-    return _keeps_table(backend, projected_keys.numel(), queries_len=1)
+    return BACKENDS[backend].keeps_table(projected_keys.numel(), queries_len=1)
 
 
 def decide_decoder(
@@ -240,7 +224,7 @@ def decide_decoder(
         given = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
         return availability.one_launch_problem(device, lstm, records, given)
 
-    step = is_cuda_step(False, 1, projected_keys.shape[2], general=False)
+    step = is_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
     autocast = checks.autocast_dtype(device)
     if torch.float64 in dtypes:  # which autocast leaves alone
@@ -265,28 +249,32 @@ def decide_decoder(
     return loop, found, f"{facts.backend}: {why}"
 
 
-def _asked(name: str | None) -> str | None:
-    wanted = name or _forced
-    if wanted is not None and wanted != "auto":
-        _check_name(wanted)
-    return wanted
+def _requested(name: str | None) -> str | None:
+    name = name or _forced
+    if name is not None and name != "auto":
+        _check_name(name)
+    return name
 
 
-def _there(device: torch.device, step: bool) -> tuple[str, ...]:
-    """The backends that may serve tensors of a device; CUDA C++ serves a ``step``."""
-    if device.type != "cuda":
-        return _ON_CPU
-    has_cuda = why_not("cuda") is None and not availability.is_too_old("cuda", device)
-    if has_cuda and step:  # Triton is loaded where it is needed
-        return ("cuda", "reference")
-    has_triton = why_not("triton") is None and not availability.is_too_old("triton", device)
-    return (*["cuda"] * has_cuda, *["triton"] * has_triton, "reference")
+def _available(device: torch.device, requested: str | None, step: bool) -> tuple[Backend, ...]:
+    """Backends for the tensors of a device, fastest first, or the requested one; see `is_step`."""
+    if requested is not None and requested != "auto":
+        return BACKENDS[requested], REFERENCE
+    result: list[Backend] = []
+    for name, backend in BACKENDS.items():
+        # Triton, which takes a while to load, is loaded where it is needed; its interpreter is only
+        # for tests.
+        skipped = backend is TRITON and (device.type == "cpu" or (step and CUDA in result))
+        serves = backend.device in (None, device.type) and not skipped
+        if serves and why_not(name) is None and not backend.is_too_old(device):
+            result.append(backend)
+    return tuple(result)
 
 
 def _check_name(name: str) -> None:
-    if name not in NAMES:
-        known = ", ".join(repr(n) for n in ("auto", *NAMES))
-        checks.reject(ValueError, "backend", f"be one of {known}", repr(name))
+    if name not in BACKENDS:
+        names = ", ".join(map(repr, ("auto", *BACKENDS)))
+        checks.reject(ValueError, "backend", f"be one of {names}", repr(name))
     problem = why_not(name)
     if problem is not None:
         checks.reject(ValueError, "backend", "be available here", f"{name!r}: {problem}")

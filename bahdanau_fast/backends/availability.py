@@ -201,7 +201,7 @@ def triton_problem() -> str | None:
     if _is_below(version, TRITON):
         return f"Triton must be >= {_dotted(TRITON)}, got {version}"
     try:
-        importlib.import_module("bahdanau_fast.backends.triton")
+        importlib.import_module("bahdanau_fast.backends.triton.register")
     except Exception as error:  # Triton raises errors of many kinds when it does not fit
         return f"the Triton kernels do not load: {_first_line(error)}"
     return None

@@ -6,37 +6,26 @@ memory; whoever executes its answer asks nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from bahdanau_fast import checks
+from bahdanau_fast.backends.backend import Backend, Facts
 
 __all__ = [
-    "NAMES",
     "DecoderFacts",
-    "Facts",
     "Route",
     "choose_backend",
-    "is_cuda_step",
     "is_gpu_step",
-    "keeps_table",
+    "is_step",
     "route",
     "route_decoder",
 ]
 
-#: Backends, fastest first.
-NAMES = ("cuda", "triton", "cpu", "reference")
-
-# A call of up to so many multiplications in both projections is one operator.
-ONE_OPERATOR_WORK = 32768
-# A step without gradients projects its queries in its operator, up to so many of them; or, where
-# they are narrow, up to so many multiplications.
-STEP_ROWS, STEP_WORK = 8, 1 << 20
-# Elements of projected keys from which on a table of their exponentials is kept for later steps,
-# and queries per row of the batch from which on kernels make them as they go.
-TABLE_ELEMENTS, TABLE_QUERIES = 513, 16
+# Queries per row of the batch from which on kernels make a table of exponentials as they go.
+TABLE_QUERIES = 16
 # Elements of the keys from which on the projection of unchanged keys is remembered.
 REUSE_ELEMENTS = 513
 # Elements of a decoder's recurrent weights from which on one operator, which puts them in order and
@@ -54,37 +43,6 @@ ORDERED_WEIGHTS, FEW_STEPS, FEW_STEP_ROWS = 1 << 19, 3, 8
 GPU_STEP_QUERIES, GPU_STEP_HIDDEN, GPU_STEP_FEATURES = 16, 2048, 2048
 
 
-class Facts(NamedTuple):
-    """What decides about a call. Sizes are 0 while code is traced, where none may decide."""
-
-    device: str  # "cpu", "cuda", ...
-    dtype: torch.dtype  # of the queries
-    batch: int
-    queries_len: int
-    keys_len: int
-    query_size: int  # H where the queries are projected
-    key_size: int  # likewise
-    value_size: int
-    hidden: int
-    traced: bool  # torch.compile or torch.export is tracing the call
-    records: bool  # a gradient may be asked for
-    # Only plain operations will do: under ``torch.func``, forward mode, ``torch.jit.trace`` and
-    # ``torch.onnx.export``.
-    plain_only: bool
-    autocast: bool  # matrix products take another dtype
-    # No operator takes such inputs: a recorded call with tensors of inference mode, or DTensors
-    # where the scores are the result or depend on a location.
-    plain_inputs: bool
-    general: bool  # scores are the result, or have features or not tanh inside
-    asked: str | None  # a backend by name
-    there: tuple[str, ...]  # backends that can serve calls in this process
-    interpreted: bool  # Triton kernels run in its interpreter, on the CPU
-    queries_projected: bool
-    keys_projected: bool
-    called: bool  # w_v is a layer that has to be called
-    drops: bool  # weights are dropped
-
-
 class Route(NamedTuple):
     """How a call is computed.
 
@@ -93,158 +51,128 @@ class Route(NamedTuple):
     calls the layer w_v on every (query, key) pair; "reference" has plain PyTorch operations.
     """
 
-    backend: str  # a name from NAMES
+    backend: str  # its name
     form: str
     fused: bool  # an operator computes it, not plain operations
+    convolves: bool  # the operator computes features that depend on a location
     reuse: bool  # the projection of the keys may be remembered for the next call
     share: bool  # calls with a gradient share one node of the graph for keys, values and w_v
     table: bool  # keys that are asked for again get a table of exponentials
-    traced: bool  # as in Facts; likewise the next two
+    # Keys that came projected share a node of the graph though no table is derived from them.
+    meet: bool
+    traced: bool  # as in TorchState; likewise the next one
     records: bool
-    general: bool
+    general: bool  # as in Facts
     # The weights are fp32 whatever the context is: autocast gives a softmax so on GPUs alone.
     fp32_weights: bool
     narrow: bool  # the operator gives weights in the dtype of the context
     reason: str  # why, in words
 
 
-def route(facts: Facts) -> Route:
-    """The way to compute a call; a ValueError where no backend by the name asked for serves it."""
-    step = is_cuda_step(facts.traced, facts.queries_len, facts.hidden, facts.general)
-    step = step or (facts.traced and facts.asked == "cuda" and not facts.general)
+def route(facts: Facts, step: bool) -> Route:
+    """The way to compute a call; a ValueError where the requested backend does not serve it."""
+    sizes, state = facts.sizes, facts.state
     backend, why = choose_backend(
-        facts.asked, facts.device, facts.dtype, facts.there, facts.plain_only, facts.interpreted,
-        step,
-    )  # fmt: skip
-    if facts.plain_inputs and backend != "reference":
-        backend, why = "reference", "inference tensors to be recorded, or DTensors of a location"
-    form, because = _form(facts, backend)
-    keys = facts.batch * facts.keys_len
-    reuse = (  # by a decoder's loop, which has few queries at a time
-        form in ("step", "projected")
-        and not facts.traced
-        and not facts.keys_projected
-        and facts.queries_len < facts.keys_len
-        and keys * facts.key_size >= REUSE_ELEMENTS
+        facts.requested, facts.device, facts.dtype, facts.available, state.plain_only, step
     )
-    share = not facts.traced and facts.queries_len < TABLE_QUERIES
-    elements = keys * facts.hidden
-    table = not (facts.traced or facts.general)  # operators for general scores read no table
-    table = table and keeps_table(backend, elements, facts.queries_len)
+    if (facts.sharded or state.of_inference) and backend.fused:
+        backend = facts.available[-1]
+        why = "inference tensors to be recorded, or DTensors of a location"
+    form, because = _form(facts, backend)
+    keys = sizes.batch * sizes.keys_len
+    reuse = (  # by a decoder's loop, which has few queries at a time
+        backend.remembers_keys
+        and form in ("step", "projected")
+        and not state.traced
+        and not facts.keys_projected
+        and sizes.queries_len < sizes.keys_len
+        and keys * sizes.key_size >= REUSE_ELEMENTS
+    )
+    eager = not state.traced
+    # Operators for general scores read no table.
+    table = eager and not facts.general
+    table = table and backend.keeps_table(keys * sizes.hidden, sizes.queries_len)
     # For a single query the kernels compute tanh in less time than it takes to read keys that came
     # projected and see that they are those of the table.
-    alone = facts.keys_projected and facts.queries_len == 1 and not facts.records
-    table = table and not (alone and facts.dtype != torch.float64)
-    fp32_weights = facts.device == "cuda" and facts.autocast
-    # On the CPU backward is given weights of fp32, which are more exact.
-    narrow = not (fp32_weights if backend != "cpu" else facts.records or facts.traced)
-    reason = f"{backend}: {why}; {form}: {because}"
-    fused = backend != "reference" and form != "called"
-    of_facts = facts.traced, facts.records, facts.general
-    return Route(backend, form, fused, reuse, share, table, *of_facts, fp32_weights, narrow, reason)
+    alone = facts.keys_projected and sizes.queries_len == 1 and not state.records
+    fp32_weights = facts.device == "cuda" and state.autocast
+    recorded = backend.trains_on_fp32_weights and (state.records or state.traced)
+    return Route(
+        backend=backend.name,
+        form=form,
+        fused=backend.fused and form != "called",
+        convolves=backend.convolves,
+        reuse=reuse,
+        share=eager and sizes.queries_len < TABLE_QUERIES,
+        table=table and not (alone and facts.dtype != torch.float64),
+        meet=backend.remembers_keys and facts.general and state.records and eager,
+        traced=state.traced,
+        records=state.records,
+        general=facts.general,
+        fp32_weights=fp32_weights,
+        narrow=not (recorded if backend.trains_on_fp32_weights else fp32_weights),
+        reason=f"{backend.name}: {why}; {form}: {because}",
+    )
 
 
 def choose_backend(
-    asked: str | None, device: str, dtype: torch.dtype, there: tuple[str, ...], plain_only: bool,
-    interpreted: bool, step: bool,
-) -> tuple[str, str]:  # fmt: skip
-    """The backend that serves a call, and why; with ``step``, CUDA C++ serves such calls."""
-    if asked is not None and asked != "auto":
-        _check_serves(asked, device, dtype, plain_only, interpreted, step)
-        return asked, "asked for by name"
+    requested: str | None,
+    device: str,
+    dtype: torch.dtype,
+    available: Sequence[Backend],
+    plain_only: bool,
+    step: bool,
+) -> tuple[Backend, str]:
+    """The backend that serves a call, and why; for ``step`` see :func:`is_step`.
+
+    ``available`` has the requested one first, or those that serve the device; the reference last.
+    """
+    if requested is not None and requested != "auto":
+        backend, need = available[0], available[0].refuses(dtype, step)
+        if backend.device not in (None, device):
+            need = f"serve {device} tensors"
+        elif need is None and plain_only and backend.fused:
+            where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
+            need = f"be 'reference' or left to 'auto' {where}"
+        if need is not None:
+            checks.reject(ValueError, "backend", need, repr(requested))
+        return backend, "requested by name"
+    *fused, plain = available
     if plain_only:
-        return "reference", "a transform, a trace or an export knows plain operations only"
-    found, why = "reference", f"no kernels for {device} tensors are there"
-    if device == "cpu" and "cpu" in there:
-        found, why = "cpu", "the fastest for CPU tensors"
-    elif device == "cuda" and dtype == torch.float64:
-        why = f"{dtype} has no GPU kernels"
-    elif device == "cuda" and "cuda" in there:
-        if step:
-            return "cuda", "the fastest for CUDA tensors"
-        why = f"CUDA C++ has {_STEPS} alone"
-        if "triton" in there:
-            return "triton", why
-        why = f"{why}, and Triton is not there"
-    elif device == "cuda" and "triton" in there:
-        found, why = "triton", "the CUDA C++ kernels are not there"
-    return found, why
+        return plain, "a transform, a trace or an export knows plain operations only"
+    why = f"the fastest for {device.upper()} tensors"
+    for backend in fused:
+        need = backend.refuses(dtype, step)
+        if need is None:
+            return backend, why
+        why = f"{backend.name} does not {need}"
+    return plain, why if fused else f"no kernels for {device} tensors are available"
 
 
-_STEPS = (
-    f"steps of at most {GPU_STEP_QUERIES} queries and {GPU_STEP_HIDDEN} hidden units, with nothing "
-    "but tanh inside,"
-)
-
-
-def is_cuda_step(traced: bool, queries_len: int, hidden: int, general: bool) -> bool:
-    """Whether CUDA C++ serves such calls; the sizes of traced code may change."""
+def is_step(traced: bool, queries_len: int, hidden: int, general: bool) -> bool:
+    """Whether a call is a decoder's step, as CUDA C++ serves it; traced sizes may change."""
     return is_gpu_step(queries_len, hidden, 0) and not (traced or general)
 
 
-def _check_serves(
-    asked: str, device: str, dtype: torch.dtype, plain_only: bool, interpreted: bool, step: bool
-) -> None:
-    serves = {"cpu": "cpu", "cuda": "cuda", "triton": "cpu" if interpreted else "cuda"}
-    where = "under torch.func, forward-mode differentiation, tracing and torch.onnx.export"
-    for refused, need in (
-        (device != serves.get(asked, device), f"serve {device} tensors"),
-        (asked in ("cuda", "triton") and dtype == torch.float64, f"serve {dtype} tensors"),
-        (asked == "cuda" and not step, f"serve more than {_STEPS}"),
-        (asked != "reference" and plain_only, f"be 'reference' or left to 'auto' {where}"),
-    ):
-        if refused:
-            checks.reject(ValueError, "backend", need, repr(asked))
-
-
-def _form(facts: Facts, backend: str) -> tuple[str, str]:
+def _form(facts: Facts, backend: Backend) -> tuple[str, str]:
     if facts.called:
         return "called", "the layer w_v is more than its weight"
-    if backend == "reference":
-        return "reference", "as asked" if facts.asked == "reference" else "no kernels serve it"
-    in_front = None
-    if facts.general:
-        in_front = "scores, features and other activations take projected queries and keys"
-    elif facts.traced:
-        in_front = "one operator in compiled code, whatever the sizes"
-    elif facts.autocast:
-        in_front = "autocast gives the projections a dtype of their own"
-    if in_front is not None:
-        return "projected", in_front
-    if backend != "cpu":
-        return "one operator", "its products are launches like the others"
-    return _form_on_cpu(facts)
-
-
-def _form_on_cpu(facts: Facts) -> tuple[str, str]:
-    if facts.queries_projected:
-        return "projected", "queries are projected already"
-    queries = facts.batch * facts.queries_len * facts.query_size
-    if not facts.keys_projected:
-        work = (queries + facts.batch * facts.keys_len * facts.key_size) * facts.hidden
-        if work <= ONE_OPERATOR_WORK:
-            return "one operator", (
-                f"{work} multiplications to project, of at most {ONE_OPERATOR_WORK}"
+    if backend.fused:
+        if facts.general:
+            return "projected", (
+                "scores, features and other activations take projected queries and keys"
             )
-    if facts.records:
-        return "projected", "autograd is on, and takes gradients of the projections by itself"
-    if facts.drops:
-        return "projected", "weights are dropped"
-    most = max(STEP_ROWS * facts.query_size, STEP_WORK // max(facts.hidden, 1))
-    if queries <= most:
-        return "step", f"{queries} elements of queries, of at most {most}"
-    return "projected", f"{queries} elements of queries, more than {most}"
+        if facts.state.traced:
+            return "projected", "one operator in compiled code, whatever the sizes"
+        if facts.state.autocast:
+            return "projected", "autocast gives the projections a dtype of their own"
+    return backend.form(facts)
 
 
 def is_gpu_step(queries_len: int, hidden: int, features: int) -> bool:
     """Whether one launch on a GPU serves a call of such Tq, H and Dv."""
     few = queries_len <= GPU_STEP_QUERIES and hidden <= GPU_STEP_HIDDEN
     return few and features <= GPU_STEP_FEATURES
-
-
-def keeps_table(backend: str, elements: int, queries_len: int) -> bool:
-    """Whether so many elements of projected keys get a table; only the CPU's kernels read one."""
-    return backend == "cpu" and queries_len < TABLE_QUERIES and elements >= TABLE_ELEMENTS
 
 
 class DecoderFacts(NamedTuple):

@@ -139,7 +139,7 @@ def _on_cpu(with_gpu: bool) -> Iterator[Row]:
                 row = {"family": name, "case": case.name, "dtype": in_words(dtype)}
                 ours, eager, worst = check_one(name, case, dtype)
                 yield {**row, "ours": ours, "eager": eager, "worst": worst}
-    for name in backends.NAMES:
+    for name in backends.BACKENDS:
         if name not in available and not (with_gpu and name in FAMILIES):
             yield {"family": name, "unchecked": backends.why_not(name)}
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast import checks
-from bahdanau_fast.backends.route import TABLE_ELEMENTS
+from bahdanau_fast.backends.cpu import TABLE_ELEMENTS
 from bahdanau_fast.memory.key_cache import KeyCache
 
 # A memory of so many keys has a node of the graph that its steps share.

@@ -13,7 +13,7 @@ from threads import at_once
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends.route import TABLE_ELEMENTS
+from bahdanau_fast.backends.cpu import TABLE_ELEMENTS
 
 B, TK, D, H, STEPS = 3, 53, 17, 19, 6
 # Smaller sources have no memory worth sharing.

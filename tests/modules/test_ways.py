@@ -16,7 +16,8 @@ from ways.table import WAYS
 from ways.way import MODES
 
 from bahdanau_fast import backends
-from bahdanau_fast.backends.route import REUSE_ELEMENTS, TABLE_ELEMENTS
+from bahdanau_fast.backends.cpu import TABLE_ELEMENTS
+from bahdanau_fast.backends.route import REUSE_ELEMENTS
 from bahdanau_fast.call import Call
 
 # Compiled by Inductor too, which takes several times as long.

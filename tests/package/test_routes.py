@@ -10,13 +10,15 @@ import torch
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends, limits
-from bahdanau_fast.backends.route import (
-    GPU_STEP_HIDDEN,
-    GPU_STEP_QUERIES,
-    Facts,
-    route,
-)
+from bahdanau_fast.backends.backend import Backend, Facts, Sizes
+from bahdanau_fast.backends.cpu import CPU as CPU_KERNELS
+from bahdanau_fast.backends.cuda import CUDA
+from bahdanau_fast.backends.reference import REFERENCE
+from bahdanau_fast.backends.route import GPU_STEP_HIDDEN, GPU_STEP_QUERIES, is_step, route
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.call import Call
+from bahdanau_fast.checks import TorchState
+from bahdanau_fast.ops.attention import attention
 
 needs_cpu = pytest.mark.skipif("cpu" not in backends.available(), reason="asks about C++ kernels")
 
@@ -77,27 +79,30 @@ def test_one_query_on_keys_that_came_projected_reads_no_table():
 GPU_STEP = Facts(
     device="cuda",
     dtype=torch.bfloat16,
-    batch=64,
-    queries_len=1,
-    keys_len=100,
-    query_size=512,
-    key_size=512,
-    value_size=512,
-    hidden=512,
+    sizes=Sizes(64, 1, 100, query_size=512, key_size=512, value_size=512, hidden=512),
+    state=TorchState(),
+    sharded=False,
+    general=False,
+    requested=None,
+    available=(CUDA, TRITON, REFERENCE),
     queries_projected=False,
     keys_projected=True,
     called=False,
-    records=False,
     drops=False,
-    traced=False,
-    plain_only=False,
-    autocast=False,
-    asked=None,
-    there=("cuda", "triton", "reference"),
-    interpreted=False,
-    plain_inputs=False,
-    general=False,
 )
+
+
+def routed(**changes):
+    """The route of that step with some facts changed, also those of its sizes and state."""
+    facts = GPU_STEP
+    for field in ("sizes", "state"):
+        part = getattr(facts, field)
+        its = {name: changes.pop(name) for name in part._fields if name in changes}
+        facts = facts._replace(**{field: part._replace(**its)})
+    facts = facts._replace(**changes)
+    sizes, traced = facts.sizes, facts.state.traced
+    step = is_step(traced, sizes.queries_len, sizes.hidden, facts.general)
+    return route(facts, step or (traced and facts.requested == "cuda"))
 
 
 @pytest.mark.parametrize(
@@ -115,14 +120,14 @@ GPU_STEP = Facts(
         ({"traced": True}, "projected"),
         ({"autocast": True}, "projected"),
         ({"called": True}, "called"),
-        ({"asked": "reference"}, "reference"),
+        ({"requested": "reference", "available": (REFERENCE,)}, "reference"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("there", ["cuda", "triton"])
-def test_routes_of_gpus(there, changes, form):
-    there = GPU_STEP.there[GPU_STEP.there.index(there) :]
-    found = route(GPU_STEP._replace(there=there, **changes))
+@pytest.mark.parametrize("first", [CUDA, TRITON], ids=lambda backend: backend.name)
+def test_routes_of_gpus(first, changes, form):
+    available = GPU_STEP.available[GPU_STEP.available.index(first) :]
+    found = routed(**{"available": available, **changes})
     assert (found.form, found.fused) == (form, form not in ("called", "reference"))
 
 
@@ -139,9 +144,9 @@ def test_routes_of_gpus(there, changes, form):
     ids=str,
 )
 def test_the_dtype_of_the_weights(changes, fp32_weights, narrow):
-    facts = GPU_STEP._replace(**{"there": ("cpu", "triton", "reference"), **changes})
-    found = route(facts)
-    assert found.backend == {"cpu": "cpu", "cuda": "triton"}[facts.device]
+    backend = CPU_KERNELS if "device" in changes else TRITON
+    found = routed(available=(backend, REFERENCE), **changes)
+    assert found.backend == backend.name
     assert (found.fp32_weights, found.narrow) == (fp32_weights, narrow)
 
 
@@ -149,34 +154,66 @@ def test_the_dtype_of_the_weights(changes, fp32_weights, narrow):
     "changes", [{"queries_len": 17}, {"hidden": 2049}, {"traced": True}, {"general": True}]
 )
 def test_what_is_no_step_is_for_triton(changes):
-    facts = GPU_STEP._replace(**changes)
-    why = (
-        "CUDA C++ has steps of at most 16 queries and 2048 hidden units, with nothing but tanh "
-        "inside, alone"
+    need = (
+        "serve more than steps of at most 16 queries and 2048 hidden units, with nothing but tanh "
+        "inside"
     )
-    assert route(GPU_STEP).backend == "cuda"
-    found = route(facts)
-    assert (found.backend, found.reason.startswith(f"triton: {why};")) == ("triton", True)
-    found = route(facts._replace(there=("cuda", "reference")))
+    assert routed().backend == "cuda"
+    found = routed(**changes)
+    assert (found.backend, found.reason.split(";")[0]) == (
+        "triton",
+        f"triton: cuda does not {need}",
+    )
+    found = routed(**changes, available=(CUDA, REFERENCE))
     assert (found.backend, found.form) == ("reference", "reference")
-    assert found.reason.startswith(f"reference: {why}, and Triton is not there")
-    if facts.traced:  # its sizes are not known
-        assert route(facts._replace(asked="cuda")).backend == "cuda"
+    assert found.reason.startswith(f"reference: cuda does not {need};")
+    requested = {"requested": "cuda", "available": (CUDA, REFERENCE)}
+    if "traced" in changes:  # its sizes are not known
+        assert routed(**changes, **requested).backend == "cuda"
         return
-    with pytest.raises(
-        ValueError, match="backend must serve more than steps of at most 16 queries"
-    ):
-        route(facts._replace(asked="cuda"))
+    with pytest.raises(ValueError, match=f"backend must {need}, got 'cuda'"):
+        routed(**changes, **requested)
 
 
-@pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_the_reference_serves_float64_on_a_gpu(name):
-    facts = GPU_STEP._replace(dtype=torch.float64, there=(name, "reference"))
-    found = route(facts)
+@pytest.mark.parametrize("backend", [TRITON, CUDA], ids=lambda backend: backend.name)
+def test_the_reference_serves_float64_on_a_gpu(backend):
+    changes = {"dtype": torch.float64, "available": (backend, REFERENCE)}
+    found = routed(**changes)
     assert (found.backend, found.form) == ("reference", "reference")
-    assert found.reason.startswith("reference: torch.float64 has no GPU kernels")
-    with pytest.raises(ValueError, match=f"backend must serve torch.float64 tensors, got '{name}'"):
-        route(facts._replace(asked=name))
+    need, name = "serve torch.float64 tensors", backend.name
+    assert found.reason.startswith(f"reference: {name} does not {need};")
+    with pytest.raises(ValueError, match=f"backend must {need}, got '{name}'"):
+        routed(**changes, requested=name)
+
+
+def test_a_backend_is_one_object(monkeypatch):
+    class Toy(Backend):
+        name, device = "toy", "cpu"
+
+        def describe(self):
+            return "the reference in disguise"
+
+        def refuses(self, dtype, step):
+            return "serve more than one dtype" if dtype != torch.float32 else None
+
+    def kernel(queries, keys, values, w_v, w_q, w_k, bias, *rest):
+        ran.append("toy")
+        return bf.reference.additive_attention(queries, keys, values, w_q, w_k, w_v, bias=bias)
+
+    ran = []
+    monkeypatch.setitem(backends.BACKENDS, "toy", Toy())
+    monkeypatch.setitem(attention.in_python, "toy", kernel)
+    module = bf.AdditiveAttention(8, 8, 8).eval().requires_grad_(False)
+    inputs = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 4)
+    with backends.use("toy"):
+        result = module(*inputs, None)
+        assert module.explain(*inputs[:2]).startswith("toy: requested by name; one operator")
+        with pytest.raises(ValueError, match="backend must serve more than one dtype, got 'toy'"):
+            module.double()(*(x.double() for x in inputs), None)
+    assert ran == ["toy"]
+    assert "toy" in backends.available()
+    assert "the reference in disguise" in backends.explain()
+    torch.testing.assert_close(result, module.float()(*inputs, None))
 
 
 # ---- a backend by name ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from driven import CudaPtx, needs_nvcc
 from tritoned import TritonPtx
 
 from bahdanau_fast import backends, switches
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.check import families
 from bahdanau_fast.ops.operator import operators
 
@@ -45,7 +46,7 @@ def test_cuda(family, arch, monkeypatch):
 @pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
 def test_triton(family, monkeypatch):
     monkeypatch.setattr(switches, "OFF", families.beside(family))
-    monkeypatch.setattr(backends, "_INTERPRETED", True)  # which serves the CPU
+    monkeypatch.setattr(TRITON, "device", "cpu")  # which serves the CPU
     monkeypatch.setattr(backends, "why_not", {"cuda": "it is left out"}.get)
     kernels = TritonPtx("90")
     with kernels.here():

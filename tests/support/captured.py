@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.ops import decode_arguments
 from bahdanau_fast.ops.operator import apart, operators
 
@@ -29,7 +30,7 @@ GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
 if GPU.type == "cuda":
     backends.available()  # loads them, CUDA C++ first
 else:
-    importlib.import_module("bahdanau_fast.backends.triton")
+    importlib.import_module("bahdanau_fast.backends.triton.register")
 
 
 def captured(there, call, leaves, same=True, recorded=(False, True)):
@@ -133,24 +134,25 @@ def capturing(*there):
     Yields:
         The operators and Triton's kernels that ran, by name.
     """
-    there = *there, "reference"
+    there = tuple(map(backends.BACKENDS.get, (*there, "reference")))
     by, decoder, choose = backends.route, backends.route_decoder, backends.choose_backend
 
-    def route(facts):
-        return by(facts._replace(device="cuda", there=there))
+    def route(facts, step):
+        return by(facts._replace(device="cuda"), step)
 
-    def choose_backend(asked, _, dtype, __, *rest, **options):
-        return choose(asked, "cuda", dtype, there, *rest, **options)
+    def choose_backend(requested, _, *rest):
+        return choose(requested, "cuda", *rest)
 
     capture = _Capture()
     on_gpu = torch.library.Library("bahdanau_fast", "IMPL")
     with ExitStack() as stack:
         stack.callback(on_gpu._destroy)
         for name, operator in operators.items():
-            if "triton" in there and "triton" in operator.in_python:
+            if TRITON in there and "triton" in operator.in_python:
                 on_gpu.impl(name, partial(by_triton, operator), "Meta", allow_override=True)
         for change in (
             (backends, "_routes", {}),
+            (backends, "_available", lambda *_: there),
             (backends, "route", route),
             (backends, "route_decoder", lambda facts: decoder(facts._replace(device="cuda"))),
             (backends, "choose_backend", choose_backend),

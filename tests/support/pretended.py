@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["gpu"]
@@ -214,7 +215,7 @@ def gpu(*kernels):
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     changes = (
         (backends, "why_not", missing),
-        (backends, "_INTERPRETED", False),
+        (TRITON, "device", "cuda"),
         (torch, "Generator", _Generator),
         (torch.autograd, "_engine_run_backward", lambda *a, **k: within(engine, *a, **k)),
         (torch.cuda, "device", lambda _: nullcontext()),

@@ -33,7 +33,7 @@ from warmed_up import call
 
 import bahdanau_fast
 from bahdanau_fast import backends, switches
-from bahdanau_fast.backends.triton import launch
+from bahdanau_fast.backends.triton import TRITON, launch
 from bahdanau_fast.backends.triton.call import DTYPES, gpu
 from bahdanau_fast.check import families
 from bahdanau_fast.kernels import plans
@@ -360,7 +360,7 @@ def test_what_is_off_is_tanh(off, monkeypatch):
 @pytest.fixture
 def checked(monkeypatch):
     """Triton serves the CPU where it is checked, with what is not of a family switched off."""
-    monkeypatch.setattr(backends, "_INTERPRETED", True)
+    monkeypatch.setattr(TRITON, "device", "cpu")
     monkeypatch.setattr(backends, "why_not", {"cuda": "it is left out"}.get)
     monkeypatch.setattr(switches, "OFF", frozenset())
     monkeypatch.setattr(families, "WAYS", {**families.WAYS})

@@ -1,17 +1,35 @@
-"""The Triton backend: importing this module makes it an implementation of the operators."""
+"""The Triton kernels as a backend; :mod:`register` loads them, where they are needed."""
 
-from bahdanau_fast.backends.availability import interpreted
-from bahdanau_fast.backends.triton.backward import attend_scores_backward, attention_backward
-from bahdanau_fast.backends.triton.forward import attend_scores, attention, recorded
-from bahdanau_fast.ops.operator import implement
+from __future__ import annotations
 
-implement(
-    "triton",
-    "CPU" if interpreted() else "CUDA",
-    decomposed=not interpreted(),
-    attention=attention,
-    **{"attention.recorded": recorded},
-    attention_backward=attention_backward,
-    attend_scores=attend_scores,
-    attend_scores_backward=attend_scores_backward,
-)
+import torch
+
+from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.backend import Backend
+
+__all__ = ["TRITON"]
+
+
+class Triton(Backend):
+    """Serves calls of all sizes, in all dtypes but fp64; interpreted, CPU tensors, on request."""
+
+    name = "triton"
+    # Triton, too, reads the variable once.
+    device = "cpu" if availability.interpreted() else "cuda"
+
+    def describe(self) -> str:
+        """Says where they run."""
+        on_cpu = self.device == "cpu"
+        where = "in its interpreter, on the CPU" if on_cpu else "for CUDA and ROCm tensors"
+        return f"Triton kernels {where}; not float64"
+
+    def problem(self) -> str | None:
+        """As :func:`availability.triton_problem`."""
+        return availability.triton_problem()
+
+    def is_too_old(self, device: torch.device) -> bool:
+        """As :func:`availability.is_too_old`."""
+        return availability.is_too_old(self.name, device)
+
+
+TRITON = Triton()

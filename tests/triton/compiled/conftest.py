@@ -13,6 +13,7 @@ import pytest
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
+from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.ops import operator
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ if os.environ.get("TRITON_SERVES_CPU") == "1":
         implement(backend, "CPU", **more)
 
     with patch.object(operator, "implement", on_the_cpu):
-        importlib.import_module("bahdanau_fast.backends.triton")
+        importlib.import_module("bahdanau_fast.backends.triton.register")
 else:
     collect_ignore_glob = ["test_*.py"]
 
@@ -34,7 +35,7 @@ else:
 def by_triton():
     why_not = {"cuda": "it is left out"}.get
     with (
-        patch.object(backends, "_INTERPRETED", True),  # which serves the CPU
+        patch.object(TRITON, "device", "cpu"),  # which serves the CPU
         patch.object(backends, "why_not", why_not),
         bf.backends.use("triton"),
     ):

@@ -1,0 +1,87 @@
+"""What a backend says of itself, and what it is asked about a call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from bahdanau_fast.checks import TorchState
+
+__all__ = ["Backend", "Facts", "Sizes"]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call; 0 while code is traced, where none may decide."""
+
+    batch: int
+    queries_len: int
+    keys_len: int
+    query_size: int  # H where the queries are projected
+    key_size: int  # H where the keys are projected
+    value_size: int
+    hidden: int
+
+
+class Facts(NamedTuple):
+    """What decides about a call."""
+
+    device: str  # "cpu", "cuda", ...
+    dtype: torch.dtype  # of the queries
+    sizes: Sizes
+    state: TorchState
+    sharded: bool  # DTensors, where the scores are the result or depend on a location
+    general: bool  # scores are the result, or have features or not tanh inside
+    requested: str | None  # a backend by name
+    available: tuple[Backend, ...]  # that serve such a device in this process, fastest first
+    queries_projected: bool
+    keys_projected: bool
+    called: bool  # w_v is a layer that has to be called
+    drops: bool  # weights are dropped
+
+
+class Backend:
+    """An implementation of the operators. The defaults are those of kernels for a GPU.
+
+    Attributes:
+        name: by which it can be requested, and by which ``ops.operator`` knows its kernels.
+        device: type of the tensors that it serves; None for any.
+        fused: it has kernels; else calls take plain PyTorch operations.
+        convolves: one operator computes features that depend on a location.
+        remembers_keys: a module's calls may share what was computed of keys that have not changed.
+        trains_on_fp32_weights: its backward takes the weights in no less than fp32.
+    """
+
+    name: str
+    device: str | None = "cuda"
+    fused = True
+    convolves = False
+    remembers_keys = False
+    trains_on_fp32_weights = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def describe(self) -> str:
+        """What it serves, for :func:`backends.explain`."""
+        raise NotImplementedError
+
+    def problem(self) -> str | None:
+        """What keeps it from being available in this process, or None."""
+        return None
+
+    def is_too_old(self, device: torch.device) -> bool:
+        """Whether it cannot serve this GPU, though it is available for others."""
+        return False
+
+    def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
+        """What it would have to do for such a call, or None; ``step``: :func:`route.is_step`."""
+        return f"serve {dtype} tensors" if dtype == torch.float64 else None
+
+    def form(self, facts: Facts) -> tuple[str, str]:
+        """The form of a call that :func:`route.route` leaves to it, and why."""
+        return "one operator", "its products are launches like the others"
+
+    def keeps_table(self, elements: int, queries_len: int) -> bool:
+        """Whether so many elements of projected keys get a table of exponentials."""
+        return False

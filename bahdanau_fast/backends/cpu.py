@@ -1,0 +1,75 @@
+"""The C++ kernels for CPU tensors as a backend."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+
+import torch
+
+from bahdanau_fast.backends import availability
+from bahdanau_fast.backends.backend import Backend, Facts
+from bahdanau_fast.backends.route import TABLE_QUERIES
+
+__all__ = ["CPU", "TABLE_ELEMENTS"]
+
+# A call of up to so many multiplications in both projections is one operator.
+ONE_OPERATOR_WORK = 32768
+# A step without gradients projects its queries in its operator, up to so many of them; or, where
+# they are narrow, up to so many multiplications.
+STEP_ROWS, STEP_WORK = 8, 1 << 20
+# Elements of projected keys from which on a table of their exponentials is kept for later steps.
+TABLE_ELEMENTS = 513
+
+_problem = availability.cpu_problem()
+
+
+class Cpu(Backend):
+    """Serves all dtypes. Whether it loads is found out once, with the package."""
+
+    name, device = "cpu", "cpu"
+    convolves = remembers_keys = trains_on_fp32_weights = True
+
+    def describe(self) -> str:
+        """Names the instruction set."""
+        kernels = platform.machine()
+        if _problem is None:
+            binary = importlib.import_module("bahdanau_fast._C_cpu")
+            kernels = f"{binary.instruction_set()} kernels"
+        return f"fused C++ for CPU tensors, {kernels}"
+
+    def problem(self) -> str | None:
+        """What kept the extension from being loaded, or None."""
+        return _problem
+
+    def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
+        """Nothing."""
+        return None
+
+    def form(self, facts: Facts) -> tuple[str, str]:
+        """By the sizes: what is small is one operator, and what is large goes through oneDNN."""
+        sizes = facts.sizes
+        if facts.queries_projected:
+            return "projected", "queries are projected already"
+        queries = sizes.batch * sizes.queries_len * sizes.query_size
+        if not facts.keys_projected:
+            work = (queries + sizes.batch * sizes.keys_len * sizes.key_size) * sizes.hidden
+            if work <= ONE_OPERATOR_WORK:
+                return "one operator", (
+                    f"{work} multiplications to project, of at most {ONE_OPERATOR_WORK}"
+                )
+        if facts.state.records:
+            return "projected", "autograd is on, and takes gradients of the projections by itself"
+        if facts.drops:
+            return "projected", "weights are dropped"
+        most = max(STEP_ROWS * sizes.query_size, STEP_WORK // max(sizes.hidden, 1))
+        if queries <= most:
+            return "step", f"{queries} elements of queries, of at most {most}"
+        return "projected", f"{queries} elements of queries, more than {most}"
+
+    def keeps_table(self, elements: int, queries_len: int) -> bool:
+        """Where few queries read many keys."""
+        return queries_len < TABLE_QUERIES and elements >= TABLE_ELEMENTS
+
+
+CPU = Cpu()

@@ -1,0 +1,31 @@
+"""The reference as a backend: plain PyTorch operations, whatever the device and dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from bahdanau_fast.backends.backend import Backend, Facts
+
+__all__ = ["REFERENCE"]
+
+
+class Reference(Backend):
+    """Serves every call."""
+
+    name, device, fused = "reference", None, False
+
+    def describe(self) -> str:
+        """Any device."""
+        return "plain PyTorch, any device"
+
+    def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
+        """Nothing."""
+        return None
+
+    def form(self, facts: Facts) -> tuple[str, str]:
+        """Its own, and why."""
+        requested = facts.requested == self.name
+        return self.name, "as requested" if requested else "no kernels serve it"
+
+
+REFERENCE = Reference()
