@@ -9,12 +9,12 @@ import entry_points
 import numpy as np
 import pytest
 import torch
-from machine import build
-from machine.launch import Buffer, Machine
-from machine.parse import Module, PtxError
 from mock_cuda import FILLED, mock
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from ptx_machine import build
+from ptx_machine.launch import Buffer, Machine
+from ptx_machine.parse import Module, PtxError
 
 __all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
 

@@ -2,8 +2,8 @@
 
 import re
 
-from machine import build
-from machine.parse import Module
+from ptx_machine import build
+from ptx_machine.parse import Module
 
 __all__ = ["changed", "line_of"]
 

@@ -24,7 +24,6 @@ from entry_points import attention_backward as attention_backward_of
 from hypothesis import assume, settings
 from hypothesis import given as given_data
 from hypothesis import strategies as st
-from machine.launch import Order
 from near import FACTORS, near
 from parity import Case, check
 from projected import PROJECTIONS, case_of
@@ -36,6 +35,7 @@ from bahdanau_fast.ops.decode_arguments import MULTIPLES
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.operator import operators
 from bahdanau_fast.parity import allowed, error
+from ptx_machine.launch import Order
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 

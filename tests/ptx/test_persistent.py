@@ -13,11 +13,12 @@ import torch
 from built import needs_compiler
 from decoding import BF16, FP16, Case, by_operators, cast
 from driven import CudaPtx, needs_nvcc
-from machine import build
-from machine.launch import Order
-from machine.parse import PtxError
 from mock_cuda import FILLED
 from planted import changed, line_of
+
+from ptx_machine import build
+from ptx_machine.launch import Order
+from ptx_machine.parse import PtxError
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 

@@ -10,10 +10,11 @@ import torch
 from built import needs_compiler
 from cases import every, measured, on
 from contract import LARGE
-from machine.parse import PtxError
 from parity import Case, measure
 from projected import case_of
 from tritoned import TritonPtx
+
+from ptx_machine.parse import PtxError
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

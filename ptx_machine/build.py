@@ -7,7 +7,7 @@ from pathlib import Path
 
 from built import built
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "csrc"
 CORE = Path(__file__).resolve().parent / "core"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from built import needs_compiler
-from machine.launch import Buffer, Order
-from machine.parse import PtxError
 from small import kernel, run
+
+from ptx_machine.launch import Buffer, Order
+from ptx_machine.parse import PtxError
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 
