@@ -7,21 +7,15 @@ import math
 
 import entry_points
 import numpy as np
-import pytest
 import torch
 from mock_cuda import FILLED, mock
+from sources import ptx
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from ptx_machine import build
-from ptx_machine.launch import Buffer, Machine
-from ptx_machine.parse import Module, PtxError
+from ptx_machine import Buffer, Machine, Module, PtxError
 
-__all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
+__all__ = ["CudaPtx", "PtxCalls"]
 
-needs_nvcc = pytest.mark.skipif(
-    build.NVCC is None or torch.cuda.is_available(),
-    reason="it takes nvcc, and no GPU, whose extension defines the operators",
-)
 #: The names of the kernels that serve a dtype.
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -124,7 +118,7 @@ class CudaPtx(PtxCalls):
 
     def places(self, kind):
         """Every kernel of a kind of numbers."""
-        return set(Module(build.ptx(kind, self.arch)).names)
+        return set(Module(ptx(kind, self.arch)).names)
 
     def operator(self, name, *arguments):
         self._buffers = []
@@ -150,7 +144,7 @@ class CudaPtx(PtxCalls):
         self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
 
     def _launch(self, name, blocks, threads, cluster, shared, cooperative, params, size):
-        machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
+        machine = self.machine(self.kind, lambda: ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
         more = {"shared": shared, "cluster": cluster, "cooperative": bool(cooperative)}
         self.run(machine, *launch, **more)

@@ -10,14 +10,11 @@ import re
 import decoding
 import pytest
 import torch
-from built import needs_compiler
 from cases import FEW, STEPS, measured
-from driven import CudaPtx, needs_nvcc
-from planted import changed, line_of
+from driven import CudaPtx
+from sources import line_of, needs_nvcc, ptx
 
-from ptx_machine import build
-from ptx_machine.launch import Order
-from ptx_machine.parse import PtxError
+from ptx_machine import Order, PtxError, changed, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -35,7 +32,7 @@ def test_every_kernel_is_right():
 def test_nothing_is_computed_in_fp64():
     """A gaming GPU does one operation in fp64 in the time of 64 in fp32."""
     for kind, arch in (("bf16", "90a"), ("f32", "80")):
-        assert re.findall(r"\S*\.f64\S*", build.ptx(kind, arch)) == []
+        assert re.findall(r"\S*\.f64\S*", ptx(kind, arch)) == []
 
 
 @pytest.mark.deep

@@ -12,13 +12,12 @@ import cells
 import pytest
 import torch
 import torch.nn.functional as F
-from built import needs_compiler
 from cases import DTYPES, FEW, ROWS, STEPS, every, measured, on
 from contract import LARGE, lens
 from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
 from drawing import cases, drawn
-from driven import CudaPtx, needs_nvcc
+from driven import CudaPtx
 from entry_points import attention as attention_of
 from entry_points import attention_backward as attention_backward_of
 from hypothesis import assume, settings
@@ -27,6 +26,7 @@ from hypothesis import strategies as st
 from near import FACTORS, near
 from parity import Case, check
 from projected import PROJECTIONS, case_of
+from sources import needs_nvcc
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
@@ -35,7 +35,7 @@ from bahdanau_fast.ops.decode_arguments import MULTIPLES
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.operator import operators
 from bahdanau_fast.parity import allowed, error
-from ptx_machine.launch import Order
+from ptx_machine import Order, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 

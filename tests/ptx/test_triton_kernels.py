@@ -7,14 +7,13 @@ import re
 
 import pytest
 import torch
-from built import needs_compiler
 from cases import every, measured, on
 from contract import LARGE
 from parity import Case, measure
 from projected import case_of
 from tritoned import TritonPtx
 
-from ptx_machine.parse import PtxError
+from ptx_machine import PtxError, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

@@ -22,7 +22,7 @@ import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.attention import attention, attention_backward
-from ptx_machine.launch import Buffer
+from ptx_machine import Buffer
 
 __all__ = ["TritonPtx"]
 
