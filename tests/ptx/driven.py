@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import entry_points
 import numpy as np
 import torch
 from mock_cuda import FILLED, mock
 from sources import ptx
+from targets import Kernels
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from ptx_machine import Buffer, Machine, Module, PtxError
@@ -20,8 +20,8 @@ __all__ = ["CudaPtx", "PtxCalls"]
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-class PtxCalls:
-    """The kernels of a backend on CPU tensors, as ``cases.measured`` calls them.
+class PtxCalls(Kernels):
+    """The kernels of a backend on CPU tensors: a target.
 
     What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
@@ -38,10 +38,9 @@ class PtxCalls:
         launched: names of entries.
         kind: of the numbers of the call that runs.
         multiprocessors: of the GPU that it is cut for.
-        most_queries: of a call.
     """
 
-    kind, multiprocessors, most_queries = None, 4, math.inf
+    kind, multiprocessors = None, 4
 
     def __init__(self, arch, change=str, **options):
         self.arch, self.change, self.options = arch, change, options
