@@ -8,8 +8,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
-CXX_FILES := $(shell find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
-PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests benchmarks examples docs/conf.py hub/write.py)
+CXX_FILES := $(shell find csrc ptx_machine tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
+PY_FILES := setup.py bahdanau_fast kernels $(wildcard tests ptx_machine benchmarks examples docs/conf.py hub/write.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format bench bench-compare gpu-report gpu-bundle gpu-hour dist hub site arm clean torch-spec deep
@@ -177,7 +177,7 @@ site: build/.docs  ## build the pages of docs/ as a site into build/site; a warn
 clean:  ## remove build output and caches, keep .venv
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f bahdanau_fast/*.so bahdanau_fast/*.why.txt bahdanau_fast/kernels
-	find bahdanau_fast kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find bahdanau_fast kernels ptx_machine tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # For .ci/run: the wheel is checked against the same torch.
 torch-spec:

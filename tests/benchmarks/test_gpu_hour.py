@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from built import needs_compiler
 from test_gpu_report import is_there
 
 from benchmarks.gpu import decide, rows
@@ -14,6 +13,7 @@ from benchmarks.gpu.hour import runner
 from benchmarks.gpu.hour.constants import SWEEPS
 from benchmarks.gpu.hour.plan import experiments
 from benchmarks.gpu.hour.runner import Experiment
+from ptx_machine import needs_compiler
 
 ROOT = Path(__file__).parents[2]
 # What bounds large sizes cuts nothing where a dry run makes calls small; of two backends a

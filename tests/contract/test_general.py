@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from contract import CONTRACT, FORMS, LARGE, MASKED, lens, scattered
+from contract import FORMS, LARGE, lens, scattered
 from parity import (
     DTYPES,
     INPUTS,
@@ -19,12 +19,13 @@ from parity import (
     module_of,
     neighbour,
 )
+from targets import CPU, REFERENCE
 from torch.nn.functional import linear
 
 import bahdanau_fast as bf
 from bahdanau_fast import reference
 
-BACKENDS = [name for name in ("cpu", "reference") if name in bf.backends.available()]
+BACKENDS = [x.name for x in (CPU, REFERENCE) if x.name in bf.backends.available()]
 ROWS = (
     "no lens",
     "lens per query",
@@ -58,7 +59,7 @@ ROWS = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, dtype):
-    check(Case(**LARGE, **FORMS[form], lens=lens(7, 53, 0)), dtype)
+    CPU.check(Case(**LARGE, **FORMS[form], lens=lens(7, 53, 0)), dtype)
 
 
 # Activations know nothing of rows: with one the rows are kept in fp32, and in the others in deep.
@@ -69,7 +70,7 @@ CONTRACTED += [pytest.param("leaky_relu", dtype, marks=pytest.mark.deep) for dty
 @pytest.mark.parametrize(("form", "dtype"), CONTRACTED, ids=str)
 @pytest.mark.parametrize("row", ROWS)
 def test_contract(row, form, dtype):
-    check(Case(**{**LARGE, **(CONTRACT | MASKED)[row], **FORMS[form]}), dtype)
+    CPU.check(row, dtype, **FORMS[form])
 
 
 def stepped(inputs, lens, backend="cpu", remembered=True, **options):
@@ -152,7 +153,7 @@ def test_projected_keys_and_a_bias(sizes, activation, grad, backend):
 def test_magnitudes(name, dtype, scale):
     for fewer in ({}, {"Tq": 2, "H": 40}):  # fp32 is computed in fp64 for few
         sizes = {**LARGE, **fewer, "lens": lens(7, 53, 1)}
-        check(Case(**sizes, C=10, scale={name: scale}), dtype)
+        CPU.check(Case(**sizes, C=10, scale={name: scale}), dtype)
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "batch_last", "expanded"])
@@ -160,7 +161,7 @@ def test_layouts_of_features(layout):
     given = {"features": layout}
     if layout != "expanded":
         given["w_f"] = layout
-    check(Case(**LARGE, C=10, layout=given), torch.float32)
+    CPU.check(Case(**LARGE, C=10, layout=given), torch.float32)
 
 
 # ---- scores --------------------------------------------------------------------------------------

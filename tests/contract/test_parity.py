@@ -6,23 +6,23 @@ import numpy as np
 import parity
 import pytest
 import torch
-from contract import CONTRACT, LARGE, MASKED, lens, per_query
+from contract import LARGE, lens, per_query
 from drawing import cases, drawn
 from fresh import python
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import DTYPES, Case, attended, called, check, eager, fused, long_double, run
+from targets import CPU, TABLE
 
 import bahdanau_fast as bf
 
 WAYS = {"function": fused, "module": called, "memory": attended}
-ROWS = CONTRACT | MASKED
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", TABLE)
 def test_contract(row, dtype):
-    check(Case(**{**LARGE, **ROWS[row]}), dtype)
+    CPU.check(row, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -50,20 +50,20 @@ def test_contract(row, dtype):
     ],
 )
 def test_contract_of_the_module(row, way, dtype):
-    check(Case(**{**LARGE, **ROWS[row]}), dtype, WAYS[way])
+    CPU.check(row, dtype, WAYS[way])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_very_long_source(dtype):
     case = Case(B=1, Tq=1, Tk=120_000, H=3, Dq=2, Dk=2, Dv=2, lens=lens(119_999), grads="context")
-    check(case, dtype)
+    CPU.check(case, dtype)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_magnitudes(scale, dtype):
     for name in ("queries", "keys", "values", "w_q", "w_k", "w_v"):
-        check(Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)), dtype)
+        CPU.check(Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -88,7 +88,7 @@ def test_masked_positions_are_not_looked_at(dtype):
 def test_scores_far_apart_and_shifted_alike(dtype):
     # w_v of length 1000: a softmax that is one at a single key. A bias of the scores shifts all.
     case = Case(**LARGE, scale={"w_v": 100.0}, lens=per_query)
-    check(case, dtype)
+    CPU.check(case, dtype)
 
 
 def most(dtype):
@@ -124,7 +124,7 @@ def test_drawn_cases_with_features(dtype, data):
     ],
 )
 def test_the_oracle_agrees_with_the_reference(row):
-    case = Case(**{**LARGE, "H": 11, **ROWS[row]})
+    case = CPU.case(row, H=11)
     inputs = case.draw(torch.float64)
     exact = long_double(case, inputs)
     plain = run(eager, case, inputs, torch.float64)
@@ -141,8 +141,8 @@ def test_no_result_of_torch_is_left_unwritten():
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.isnan(torch.empty(100)).all()
-        for row in ROWS:
-            check(Case(**{**LARGE, **ROWS[row]}), torch.float32, attended)
+        for row in TABLE:
+            CPU.check(row, torch.float32, attended)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -158,5 +158,5 @@ def test_no_workspace_is_read_before_it_is_written():
 
 def check_every_row():
     for dtype in (torch.float32, torch.bfloat16):
-        for row in ROWS:
-            check(Case(**{**LARGE, **ROWS[row]}), dtype)
+        for row in TABLE:
+            CPU.check(row, dtype)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from built import needs_compiler
 from checked import MISTAKES, checking, finds
 from checked_cuda import NAMES, family_of, launched, on_cpu, served
 from mock_cuda import kernel_of, mock
@@ -20,6 +19,7 @@ from mock_cuda import kernel_of, mock
 from bahdanau_fast import check, cli, switches
 from bahdanau_fast.check import families
 from bahdanau_fast.check.children import OVER, lines, together
+from ptx_machine import needs_compiler
 
 
 class Planted:

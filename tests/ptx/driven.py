@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import entry_points
 import numpy as np
-import pytest
 import torch
-from machine import build
-from machine.launch import Buffer, Machine
-from machine.parse import Module, PtxError
 from mock_cuda import FILLED, mock
+from sources import ptx
+from targets import Kernels
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
+from ptx_machine import Buffer, Machine, Module, PtxError
 
-__all__ = ["CudaPtx", "PtxCalls", "needs_nvcc"]
+__all__ = ["CudaPtx", "PtxCalls"]
 
-needs_nvcc = pytest.mark.skipif(
-    build.NVCC is None or torch.cuda.is_available(),
-    reason="it takes nvcc, and no GPU, whose extension defines the operators",
-)
 #: The names of the kernels that serve a dtype.
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-class PtxCalls:
-    """The kernels of a backend on CPU tensors, as ``cases.measured`` calls them.
+class PtxCalls(Kernels):
+    """The kernels of a backend on CPU tensors: a target.
 
     What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
     grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
@@ -44,10 +38,9 @@ class PtxCalls:
         launched: names of entries.
         kind: of the numbers of the call that runs.
         multiprocessors: of the GPU that it is cut for.
-        most_queries: of a call.
     """
 
-    kind, multiprocessors, most_queries = None, 4, math.inf
+    kind, multiprocessors = None, 4
 
     def __init__(self, arch, change=str, **options):
         self.arch, self.change, self.options = arch, change, options
@@ -124,7 +117,7 @@ class CudaPtx(PtxCalls):
 
     def places(self, kind):
         """Every kernel of a kind of numbers."""
-        return set(Module(build.ptx(kind, self.arch)).names)
+        return set(Module(ptx(kind, self.arch)).names)
 
     def operator(self, name, *arguments):
         self._buffers = []
@@ -150,7 +143,7 @@ class CudaPtx(PtxCalls):
         self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
 
     def _launch(self, name, blocks, threads, cluster, shared, cooperative, params, size):
-        machine = self.machine(self.kind, lambda: build.ptx(self.kind, self.arch))
+        machine = self.machine(self.kind, lambda: ptx(self.kind, self.arch))
         launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
         more = {"shared": shared, "cluster": cluster, "cooperative": bool(cooperative)}
         self.run(machine, *launch, **more)

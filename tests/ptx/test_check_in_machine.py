@@ -1,15 +1,16 @@
 """What ``bahdanau-fast check`` tries on a GPU keeps the parity rule as machine code."""
 
 import pytest
-from built import needs_compiler
 from checked_cuda import NAMES, aside, served
-from driven import CudaPtx, needs_nvcc
+from driven import CudaPtx
+from sources import needs_nvcc
 from tritoned import TritonPtx
 
 from bahdanau_fast import backends, switches
 from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.check import families
 from bahdanau_fast.ops.operator import operators
+from ptx_machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

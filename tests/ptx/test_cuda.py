@@ -10,20 +10,18 @@ import re
 import decoding
 import pytest
 import torch
-from built import needs_compiler
-from cases import FEW, STEPS, measured
-from driven import CudaPtx, needs_nvcc
-from machine import build
-from machine.launch import Order
-from machine.parse import PtxError
-from planted import changed, line_of
+from driven import CudaPtx
+from sources import line_of, needs_nvcc, ptx
+from targets import FEW, STEPS
+
+from ptx_machine import Order, PtxError, changed, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
 
 def test_every_kernel_is_right():
     kernels = CudaPtx("90a")
-    shares = {name: measured(kernels, name, "bf16") for name in FEW}
+    shares = {name: kernels.worst(name, "bf16") for name in FEW}
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
     for lstm in (False, True):
         kernels.begin(4, torch.bfloat16)
@@ -34,7 +32,7 @@ def test_every_kernel_is_right():
 def test_nothing_is_computed_in_fp64():
     """A gaming GPU does one operation in fp64 in the time of 64 in fp32."""
     for kind, arch in (("bf16", "90a"), ("f32", "80")):
-        assert re.findall(r"\S*\.f64\S*", build.ptx(kind, arch)) == []
+        assert re.findall(r"\S*\.f64\S*", ptx(kind, arch)) == []
 
 
 @pytest.mark.deep
@@ -44,7 +42,7 @@ def test_nothing_is_computed_in_fp64():
     "case", ["decoder step", "split keys", "lens per query", "eight splits", *STEPS]
 )
 def test_any_order_of_blocks_and_warps(case, order, arch):
-    assert measured(CudaPtx(arch, order=order, seed=1), case, "bf16") <= 1
+    assert CudaPtx(arch, order=order, seed=1).worst(case, "bf16") <= 1
 
 
 SYNC, CLUSTER, WAIT = (
@@ -101,7 +99,7 @@ def measured_with(mistake):
     """The case of a mistake, with it."""
     file, after, (word, opcode, *new), case = mistake
     change = changed(opcode, file, line_of(file, after, word), *new)
-    return measured(CudaPtx("90a", change=change), case, "bf16")
+    return CudaPtx("90a", change=change).worst(case, "bf16")
 
 
 @pytest.mark.parametrize(

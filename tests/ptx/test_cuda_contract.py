@@ -12,22 +12,21 @@ import cells
 import pytest
 import torch
 import torch.nn.functional as F
-from built import needs_compiler
-from cases import DTYPES, FEW, ROWS, STEPS, every, measured, on
 from contract import LARGE, lens
 from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
 from drawing import cases, drawn
-from driven import CudaPtx, needs_nvcc
+from driven import CudaPtx
 from entry_points import attention as attention_of
 from entry_points import attention_backward as attention_backward_of
 from hypothesis import assume, settings
 from hypothesis import given as given_data
 from hypothesis import strategies as st
-from machine.launch import Order
 from near import FACTORS, near
-from parity import Case, check
+from parity import Case
 from projected import PROJECTIONS, case_of
+from sources import needs_nvcc
+from targets import DTYPES, FEW, ROWS, STEPS, every, on
 
 from bahdanau_fast import reference
 from bahdanau_fast.modules import decoder_loop
@@ -36,6 +35,7 @@ from bahdanau_fast.ops.decode_arguments import MULTIPLES
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.operator import operators
 from bahdanau_fast.parity import allowed, error
+from ptx_machine import Order, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -66,7 +66,7 @@ QUICK_INSIDE = {
 
 @pytest.mark.parametrize(("name", "dtype", "arch"), every(("80", "90a"), QUICK))
 def test_every_case(name, dtype, arch):
-    assert measured(compiled_for(arch), name, dtype) <= 1
+    compiled_for(arch).check(name, dtype)
 
 
 def inside(kernels, multiprocessors=4):
@@ -81,7 +81,7 @@ def inside(kernels, multiprocessors=4):
 
 @pytest.mark.parametrize(("name", "dtype", "arch"), every(("80", "90a"), QUICK_INSIDE, ROWS))
 def test_every_case_with_its_products(name, dtype, arch):
-    assert measured(compiled_for(arch), name, dtype, inside) <= 1
+    compiled_for(arch).check(name, dtype, inside)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
@@ -91,9 +91,9 @@ def test_magnitudes(queries, scale):
     sizes = {**LARGE, "Tq": queries, "Tk": 67, "H": 67, "B": 2}
     for name in ("queries", "keys", "w_v"):
         case = Case(**sizes, scale={name: scale}, lens=lens(7, 53))
-        check(case, BF16, on(kernels(BF16)))
+        kernels(BF16).check(case, BF16)
         if name == "keys" and queries == 16:
-            check(Case(**{**sizes, "B": 3}, scale={name: scale}), FP32, on(kernels(FP32)))
+            kernels(FP32).check(Case(**{**sizes, "B": 3}, scale={name: scale}), FP32)
 
 
 @pytest.mark.parametrize("size", [1e14, 1e20, 3e37])
@@ -117,12 +117,12 @@ def test_the_largest_w_v(queries, size):
 @settings(drawn, max_examples=40)
 @given_data(data=st.data())
 def test_drawn_cases(dtype, data):
-    case = data.draw(cases(dtype, most=30_000)).of_at_most(kernels(dtype).most_queries)
+    case = kernels(dtype).case(data.draw(cases(dtype, most=30_000)))
     if dtype == FP16:  # the products of the context's gradient with the values, which torch takes
         given = case.draw(dtype)
         products = given["context"] @ given["keys" if case.tied else "values"].mT
         assume(not (products.abs() > 3e4).any())
-    check(case, dtype, data.draw(st.sampled_from([on, inside]))(kernels(dtype)))
+    kernels(dtype).check(case, dtype, data.draw(st.sampled_from([on, inside])))
 
 
 # Queries and keys, kernels and dtypes: where the exponential of a query is too large for that of a
@@ -160,7 +160,7 @@ def test_near(place, queries, dtype, a, c, factor):
     scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
     of_query = a if place == "large keys" else factor * a
     sized = {"of_query": of_query, "of_key": factor * c, "fourth": 0.05 if "fourth" in place else 1}
-    check(near_of(queries, scale=scale, **sized), dtype, on(kernels(dtype)))
+    kernels(dtype).check(near_of(queries, scale=scale, **sized), dtype)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
@@ -168,14 +168,14 @@ def test_near(place, queries, dtype, a, c, factor):
 def test_large_w_v(dtype, w_v, place, factor):
     """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
     case = near_of(MANY, scale={"w_v": factor * w_v}, of_query=place, of_key=place)
-    check(case, dtype, on(kernels(dtype)))
+    kernels(dtype).check(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.deep)], ids=str)
 @pytest.mark.parametrize("queries", [STEP, BEAMS])
 @pytest.mark.parametrize("kind", PROJECTIONS)
 def test_projections(kind, queries, dtype):
-    check(case_of(kind, dtype, Tq=queries, Tk=20), dtype, on(kernels(dtype)))
+    kernels(dtype).check(case_of(kind, dtype, Tq=queries, Tk=20), dtype)
 
 
 # ---- results without a rule ----

@@ -10,14 +10,12 @@ import subprocess
 import decoding
 import pytest
 import torch
-from built import needs_compiler
 from decoding import BF16, FP16, Case, by_operators, cast
-from driven import CudaPtx, needs_nvcc
-from machine import build
-from machine.launch import Order
-from machine.parse import PtxError
+from driven import CudaPtx
 from mock_cuda import FILLED
-from planted import changed, line_of
+from sources import SOURCES, line_of, needs_nvcc, nvcc
+
+from ptx_machine import Order, PtxError, changed, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -220,7 +218,7 @@ def test_a_counter_that_was_not_reset_is_found():
 
 def test_a_state_that_is_read_a_step_early_is_found(tmp_path):
     """The kernel is compiled anew, from a changed copy of its source."""
-    kernels = build.SOURCES / "cuda" / "kernels"
+    kernels = SOURCES / "cuda" / "kernels"
     text, right = (kernels / FORWARD).read_text(), ": states_at(t, 0);"
     assert text.count(right) == 1
     (tmp_path / FORWARD).write_text(text.replace(right, ": states_at(t + 1, 0);"))
@@ -228,10 +226,8 @@ def test_a_state_that_is_read_a_step_early_is_found(tmp_path):
         f'#include "{FORWARD}"\nnamespace bahdanau_fast::gpu {{\ntemplate __global__ void '
         "persistent_forward<bf16, false>(const Persistent<DecoderForward>);\n}\n"
     )
-    flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90a", "-lineinfo", "-ptx"]
     made = tmp_path / "early.ptx"
-    folders = (f"-I{folder}" for folder in (kernels, build.SOURCES))
-    command = [build.NVCC, *flags, *folders, str(tmp_path / "early.cu"), "-o", str(made)]
+    command = [*nvcc(tmp_path / "early.cu", "90a"), f"-I{kernels}", "-o", str(made)]
     subprocess.run(command, check=True)
     with pytest.raises(PtxError, match="where nothing was written"):
         check(CudaPtx("90a", change=lambda _: made.read_text()), Case(False, B=9, T=3), BF16)

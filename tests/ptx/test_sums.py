@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from built import needs_compiler
-from driven import CudaPtx, needs_nvcc
+from driven import CudaPtx
 from parity import judged, moved
+from sources import needs_nvcc
 from tritoned import TritonPtx
 
 from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
 from benchmarks.contestants import rounding
+from ptx_machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

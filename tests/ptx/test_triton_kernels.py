@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from built import needs_compiler
-from cases import every, measured, on
 from contract import LARGE
-from machine.parse import PtxError
-from parity import Case, measure
+from parity import Case
 from projected import case_of
+from targets import every
 from tritoned import TritonPtx
+
+from ptx_machine import PtxError, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 
@@ -32,28 +32,27 @@ PRODUCTS = {"rational_terms_kernel", "rational_scores_kernel", "grad_fourier_ker
 )
 def test_every_kernel_is_right(arch, dtype, never):
     machine = TritonPtx(arch)
-    shares = {name: measured(machine, name, dtype) for name in FEW}
-    shares["many queries, fp32"] = measured(machine, MANY, "fp32")
+    shares = {name: machine.worst(name, dtype) for name in FEW}
+    shares["many queries, fp32"] = machine.worst(MANY, "fp32")
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
     assert machine.places() - machine.launched == never
 
 
 @pytest.mark.parametrize(("name", "dtype", "arch"), every(("75", "80", "90")))
 def test_every_case(name, dtype, arch):
-    assert measured(TritonPtx(arch), name, dtype) <= 1
+    assert TritonPtx(arch).worst(name, dtype) <= 1
 
 
 @pytest.mark.parametrize("queries", [2, 18])
 def test_rectifiers_are_right(queries):
     sizes = {**LARGE, "Tq": queries, "activation": "leaky_relu", "negative_slope": 0.2}
-    shares = measure(Case(**sizes), torch.bfloat16, on(TritonPtx("90")))
-    assert max(shares.values()) <= 1
+    TritonPtx("90").check(Case(**sizes), "bf16")
 
 
 @pytest.mark.parametrize("kind", ["opposite 4.0 0.1", "normal 30.0", "far 20.0 1.0"])
 def test_tiles_that_are_computed_again(kind):
     case = case_of(kind, torch.bfloat16, B=1, Tq=18, Tk=20)
-    assert max(measure(case, torch.bfloat16, on(TritonPtx("90"))).values()) <= 1
+    TritonPtx("90").check(case, "bf16")
 
 
 def edited(text, instruction, number, new):
@@ -101,7 +100,7 @@ def test_mistakes_with_products_of_warpgroups_are_found(mistake):
         return edited(text, *place) if "wgmma.mma_async" in text else text
 
     with pytest.raises(PtxError, match=said):
-        measured(TritonPtx("90", change=change), MANY, "bf16")
+        TritonPtx("90", change=change).worst(MANY, "bf16")
 
 
 @pytest.mark.parametrize("kernel", ["decode", "step_values", "step_keys"])
@@ -110,7 +109,7 @@ def test_a_step_waits_for_its_copies(kernel):
         return edited(text, COPIED, 0, "") if f"{kernel}_kernel" in text else text
 
     with pytest.raises(PtxError, match=SHARED):
-        measured(TritonPtx("90", change=change), "large step", "bf16")
+        TritonPtx("90", change=change).worst("large step", "bf16")
 
 
 @pytest.mark.deep
@@ -118,4 +117,4 @@ def test_the_fence_between_proxies_may_come_after_the_barrier():
     def change(text):
         return re.sub(rf"({PROXY})(\s*)({BARRIER})", r"\3\2\1", text)
 
-    assert measured(TritonPtx("90", change=change), MANY, "bf16") <= 1
+    assert TritonPtx("90", change=change).worst(MANY, "bf16") <= 1

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from driven import PtxCalls
-from machine.launch import Buffer
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 from triton_target import SHARED, target_is
@@ -23,6 +22,7 @@ import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.attention import attention, attention_backward
+from ptx_machine import Buffer
 
 __all__ = ["TritonPtx"]
 

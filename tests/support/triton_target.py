@@ -11,13 +11,14 @@ from sysconfig import get_paths
 from unittest.mock import patch
 
 import triton
-from built import ROOT, built
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
+from ptx_machine import built
 
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
     "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -14,25 +14,22 @@ import parity
 import pretended
 import pytest
 import torch
-from cases import DTYPES as BY_NAME
-from cases import STEPS, measured
 from contract import CONTRACT, LARGE, MASKED, lens
 from decoders import CELLS, by_steps
 from drawing import cases, drawn
 from entry_points import on_gpu
 from hypothesis import given
 from parity import Case, attended, called, check, fused
+from targets import CPU, GPU, STEPS
+from targets import DTYPES as BY_NAME
 
 import bahdanau_fast as bf
-from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
 GPUS = torch.cuda.device_count()
 pytestmark = [] if GPUS else pytest.mark.thorough
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="there is no GPU")
 # What a pretended GPU shows is the same in each.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPUS else (torch.bfloat16,)
-FEW = GPU_STEP_QUERIES
-WAYS = {f.__name__: functools.partial(f, backend="cuda") for f in (fused, called, attended)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,36 +43,34 @@ def tested_on_gpu(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", CONTRACT)
 def test_contract(row, dtype):
-    check(Case(**{**LARGE, **CONTRACT[row]}).of_at_most(FEW), dtype, WAYS["fused"])
+    GPU.check(row, dtype)
 
 
 @pytest.mark.parametrize("row", MASKED)
 def test_masks(row):
-    case = Case(**{**LARGE, **MASKED[row]})
-    check(case, torch.float32, functools.partial(fused, backend=None))
-    check(case.of_at_most(FEW), torch.bfloat16, WAYS["fused"])
+    check(CPU.case(row), torch.float32, functools.partial(fused, backend=None))
+    GPU.check(row, torch.bfloat16)
 
 
-@pytest.mark.parametrize("way", ["called", "attended"])
+@pytest.mark.parametrize("way", [called, attended])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_module(dtype, way):
     for row in ("no lens", "whole row masked", "decoder step", "split keys"):
-        check(Case(**{**LARGE, **CONTRACT[row]}).of_at_most(FEW), dtype, WAYS[way])
+        GPU.check(row, dtype, way)
 
 
 @needs_gpu
 @drawn
 @given(cases(torch.bfloat16))
 def test_drawn_cases(case):
-    check(case.of_at_most(FEW), torch.bfloat16, WAYS["fused"])
+    GPU.check(case, torch.bfloat16)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_magnitudes(dtype, scale):
     for name in ("queries", "keys", "w_v"):
-        case = Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)).of_at_most(FEW)
-        check(case, dtype, WAYS["fused"])
+        GPU.check(Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)), dtype)
 
 
 def problem(queries, dtype=torch.bfloat16, device="cuda"):
@@ -96,7 +91,7 @@ def attend(inputs, lens=None):
 def test_every_kernel_once(queries, dtype):
     """Small: it runs under compute-sanitizer, too."""
     sizes = {"B": 2, "Tq": queries, "Tk": 150, "H": 40, "Dq": 40, "Dk": 40, "Dv": 33}
-    check(Case(**sizes, lens=lens(150, 75)), dtype, WAYS["fused"])
+    GPU.check(Case(**sizes, lens=lens(150, 75)), dtype)
 
 
 @pytest.mark.parametrize("kind", lengths.LENGTHS)
@@ -113,23 +108,13 @@ def test_lengths_of_a_recorded_call(queries, kind):
 def test_what_it_does_not_serve_others_do(dtype, what):
     check(Case(**LARGE), dtype, functools.partial(fused, backend=None))
     with pytest.raises(ValueError, match=f"backend must serve {what}"):
-        check(Case(**LARGE), dtype, WAYS["fused"])
-
-
-class OnGpu:
-    """The kernels of a step as ``cases.measured`` calls them."""
-
-    def step(self, _, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None, mask=None):
-        given = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
-        there = {id(x): x if x is None else x.cuda() for x in given}  # values may be keys
-        found = entry_points.step(on_gpu, *(there[id(x)] for x in given))
-        return [x.cpu() for x in found]
+        check(Case(**LARGE), dtype, GPU.way())
 
 
 @pytest.mark.parametrize("dtype", [n for n, dtype in BY_NAME.items() if dtype in DTYPES])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_projects(name, dtype):
-    assert measured(OnGpu(), name, dtype) <= 1
+    GPU.check(name, dtype)
 
 
 def step_of(hidden):

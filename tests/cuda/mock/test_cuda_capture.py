@@ -7,8 +7,9 @@ from functools import partial
 import entry_points
 import pytest
 import torch
-from built import needs_compiler
 from mock_cuda import kernel_of, launches, of
+
+from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler
 

@@ -5,10 +5,11 @@ import re
 import entry_points
 import pytest
 import torch
-from built import needs_compiler
 from mock_cuda import launches
 from test_errors import BAD, spoil
 from test_operator_errors import PROJECTED, RAW, WRONG, WRONG_PROJECTED, WRONG_RAW
+
+from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from built import needs_compiler
 from mock_cuda import kernel_of, launches, of
 
 from bahdanau_fast.ops.operator import operators
+from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler
 

@@ -4,7 +4,7 @@ What only it proves: which launches and other calls of the runtime an operator m
 captures and errors included.
 
 Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
-(in the PTX machine, tests/ptx); else results are whatever memory held.
+(in the PTX machine, as tests/ptx does); else results are whatever memory held.
 :meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
 (mangled), grid, block, cluster, cooperative, shared (bytes), stream, parameters (hex bytes).
 """
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from built import built
 
 import bahdanau_fast.backends.triton  # noqa: F401  else, loaded later, it would stand in front
 from bahdanau_fast.ops.operator import operators
+from ptx_machine import built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

@@ -1,16 +1,16 @@
 """Context, weights and every gradient keep the parity rule on the Triton backend."""
 
-import functools
 import re
 
 import parity
 import pytest
 import torch
-from contract import CONTRACT, FORMS, LARGE, MASKED, scattered
+from contract import FORMS, scattered
 from drawing import cases, drawn
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, eager, fused, scored
+from targets import INTERPRETER, TABLE
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
@@ -19,12 +19,7 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WAYS = {
-    f.__name__: functools.partial(f, backend="triton") for f in (fused, called, attended, scored)
-}
-# Two rows, two blocks of queries and of keys, the last of each cut off.
-SIZES = {**LARGE, "B": 2, "Tk": 35, "H": 21}
+DTYPES, SIZES = INTERPRETER.dtypes, INTERPRETER.sizes
 
 
 def test_these_are_the_triton_kernels():
@@ -33,41 +28,20 @@ def test_these_are_the_triton_kernels():
 
 
 # The interpreter takes seconds for a small case: each row of the table in one dtype, turn by turn.
-ROWS = CONTRACT | MASKED
-TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(ROWS)]
+TURNS = [(row, DTYPES[i % len(DTYPES)]) for i, row in enumerate(TABLE)]
 # A step sees how lengths and gradients are stored, and sizes around a CPU's vectors, as well.
 STEP_ALONE = re.compile(r"lens (\w*int|bf|fp|of odd|expanded|just)|.*(whole vectors|t gradients)")
 MANY = [turn for turn in TURNS if not STEP_ALONE.match(turn[0])]
 
 
-def sizes_of(row, **changed):
-    """A row of the table at sizes that the interpreter gets through."""
-    sizes = {**SIZES, **changed, **ROWS[row]}
-    sizes |= {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
-    lens, mask = sizes.get("lens"), sizes.get("mask")
-    if lens is not None:
-        sizes["lens"] = lens[: sizes["B"]]
-    if mask is not None:
-        sizes["Tk"] = min(sizes["Tk"], mask.shape[-1])
-        sizes["mask"] = mask[: sizes["B"], ..., : sizes["Tk"]]
-    return sizes
-
-
 @pytest.mark.parametrize(("row", "dtype"), MANY)
 def test_contract(row, dtype):
-    check(Case(**sizes_of(row)), dtype, WAYS["fused"])
+    INTERPRETER.check(row, dtype)
 
 
 @pytest.mark.parametrize(("row", "dtype"), TURNS[1:] + TURNS[:1])
 def test_contract_of_a_step(row, dtype):
-    sizes = sizes_of(row, Tq=2)
-    lens = sizes.get("lens")
-    if lens is not None and lens.shape[1:] == (SIZES["Tq"],):
-        sizes["lens"] = lens[:, 5:7]
-    mask = sizes.get("mask")
-    if mask is not None and mask.dim() == 3 and mask.shape[1] == SIZES["Tq"]:
-        sizes["mask"] = mask[:, 2:4]
-    check(Case(**sizes), dtype, WAYS["attended"])
+    INTERPRETER.check(row, dtype, attended, Tq=2)
 
 
 # The interpreter takes both numbers of queries in turn, and both ways.
@@ -77,13 +51,14 @@ def test_contract_of_a_step(row, dtype):
         (form, queries, way, DTYPES[(i + queries) % len(DTYPES)])
         for i, form in enumerate(("tanh", *FORMS))
         for queries in (2, 18)
-        for way in ("fused", "scored")
+        for way in (fused, scored)
     ],
 )
 def test_inside(form, queries, way, dtype):
     mask = scattered(2, 35, seed=3)
     sizes = {**SIZES, "Tq": queries, **FORMS.get(form, {})}
-    check(Case(**sizes, lens=torch.tensor([35, 20]), mask=mask), dtype, WAYS[way])
+    case = Case(**sizes, lens=torch.tensor([35, 20]), mask=mask)
+    INTERPRETER.check(case, dtype, way)
 
 
 def test_a_location_is_convolved_in_front():
@@ -101,8 +76,8 @@ def test_a_location_is_convolved_in_front():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_splits_of_one_long_row(dtype):
-    check(Case(B=2, Tq=1, Tk=497, H=20, Dv=33, lens=torch.tensor([351, 0])), dtype, WAYS["fused"])
-    check(Case(B=1, Tq=3, Tk=300, H=7, Dv=130), dtype, WAYS["called"])
+    INTERPRETER.check(Case(B=2, Tq=1, Tk=497, H=20, Dv=33, lens=torch.tensor([351, 0])), dtype)
+    INTERPRETER.check(Case(B=1, Tq=3, Tk=300, H=7, Dv=130), dtype, called)
 
 
 def test_splits_of_rows_far_apart(monkeypatch):
@@ -127,7 +102,7 @@ def test_fp32_near_zero(queries, scale):
     # 1 - 2 r would lose what fp32 has.
     sizes = {"B": 1, "Tq": queries, "Tk": 21, "H": 131, "Dv": 17}
     case = Case(**sizes, bias=False, scale={"queries": scale, "keys": scale})
-    check(case, torch.float32, WAYS["fused"])
+    INTERPRETER.check(case, torch.float32)
 
 
 @pytest.mark.parametrize("lens", [None, (3,), (3, 45)], ids=["all", "rows", "queries"])
@@ -197,7 +172,7 @@ def test_dropout_draws_what_the_cpu_draws(queries, p):
 def test_magnitudes_near_and_far_in_one_call(queries, dtype):
     # Rows whose exponentials can be multiplied stand beside rows whose cannot.
     case = Case(B=1, Tq=queries, Tk=40, H=40, scale={"queries": 8.0, "keys": 12.0})
-    check(case, dtype, WAYS["fused"])
+    INTERPRETER.check(case, dtype)
 
 
 def projecting(inputs, lens):
@@ -225,8 +200,13 @@ def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch)
     assert asked == [(True, True, True)]
 
 
-@pytest.mark.parametrize(("dtype", "way"), zip(DTYPES, WAYS, strict=False), ids=str)
+WAYS = fused, called, attended
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"), zip(DTYPES, WAYS, strict=True), ids=[way.__name__ for way in WAYS]
+)
 @hypothesis_settings(drawn, max_examples=10)
 @given(data=strategies.data())
 def test_drawn_cases(dtype, way, data):
-    check(data.draw(cases(dtype, most=3_000)), dtype, WAYS[way])
+    INTERPRETER.check(data.draw(cases(dtype, most=3_000)), dtype, way)

@@ -6,8 +6,9 @@ That they are right in all else is seen in the contract, which runs through them
 import numpy as np
 import pytest
 import torch
-from built import needs_compiler
 from small import applied
+
+from ptx_machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

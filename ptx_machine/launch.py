@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from . import build
+from .built import built
 from .parse import Entry, Module, PtxError
 
 __all__ = ["Buffer", "Machine", "Order"]
+
+CORE = Path(__file__).resolve().parent / "core"
 
 
 class Buffer:
@@ -69,7 +72,10 @@ class _Arguments(ctypes.Structure):
 
 @functools.cache
 def _core() -> ctypes.CDLL:
-    core = ctypes.CDLL(str(build.core()))
+    flags = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-frounding-math"]
+    command = ["g++", *flags, "-fPIC", "-shared", "-Wall", "-Wextra", str(CORE / "machine.cpp")]
+    files = sorted(path for path in CORE.rglob("*") if path.is_file())
+    core = ctypes.CDLL(str(built("ptx/machine.so", files, command)))
     core.ptx_load.restype = ctypes.c_void_p
     core.ptx_load.argtypes = [ctypes.c_char_p]
     core.ptx_message.restype = ctypes.c_char_p

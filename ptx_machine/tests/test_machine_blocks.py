@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from built import needs_compiler
-from machine.launch import Buffer, Order
-from machine.parse import PtxError
 from small import kernel, run
+
+from ptx_machine import Buffer, Order, PtxError, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
 

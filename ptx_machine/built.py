@@ -6,11 +6,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["built", "needs_compiler"]
+
+ROOT = Path(__file__).resolve().parents[1]
 
 needs_compiler = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or shutil.which("g++") is None,
@@ -18,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def built(name, files, command):
+def built(name: str, files: Sequence[Path], command: Sequence[str]) -> Path:
     """What ``command -o <path>`` makes of files, made once for their content.
 
     Args:

@@ -1,27 +1,133 @@
-"""What the kernels of both GPU backends are run on, on a GPU and as machine code."""
+"""The targets that the contract table is run on, and how it is run on each.
+
+``CPU``, ``REFERENCE``, ``INTERPRETER`` (Triton's) and ``GPU`` (CUDA C++ there) are called as users
+call them; machine code, as ``CudaPtx`` and ``TritonPtx`` of tests/ptx run it, as operators are.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from functools import partial
 
+import entry_points
 import numpy as np
+import parity
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, MASKED, lens, scattered
-from parity import OUTPUTS, Case, errors, long_double, measure, shares
+from parity import OUTPUTS, Case, errors, keep_the_rule, long_double, measure
 
 from bahdanau_fast import reference
+from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.checks import ACTIVATIONS
 
-__all__ = ["DTYPES", "FEW", "ROWS", "STEPS", "Step", "every", "measured", "on"]
+__all__ = [
+    "CPU", "DTYPES", "FEW", "GPU", "INTERPRETER", "REFERENCE", "ROWS", "STEPS", "TABLE",
+    "Kernels", "Step", "Target", "every", "on",
+]  # fmt: skip
 
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+TABLE = CONTRACT | MASKED
+
+
+class Target:
+    """What computes calls, by ``way(name, how)``: the function that :func:`parity.check` tests.
+
+    Attributes:
+        table: rows by name.
+        sizes: of what a row says nothing of.
+        most_queries: of a call.
+    """
+
+    table, sizes, most_queries = TABLE, LARGE, math.inf
+
+    def case(self, row, **changed):
+        """A row of the table by its name, with other sizes where it says nothing; or a Case."""
+        if isinstance(row, str):
+            row = Case(**{**self.sizes, **changed, **self.table[row]})
+        return row.of_at_most(self.most_queries)
+
+    def shares(self, row, dtype, how=None, **changed):
+        """The shares of what the parity rule allows that a row, a step or a Case takes, by result.
+
+        Rows are run forward and backward, steps forward.
+
+        Args:
+            row: as :meth:`case` takes it, or the name of a step of STEPS.
+            dtype: or a key of DTYPES.
+            how: it is called, see the target.
+            changed: as for :meth:`case`.
+        """
+        dtype = DTYPES.get(dtype, dtype)
+        if isinstance(row, str) and row in STEPS:
+            return _shares_of_step(self, STEPS[row], dtype)
+        return measure(self.case(row, **changed), dtype, self.way(row, how))
+
+    def check(self, row, dtype, how=None, **changed):
+        """Assert the parity rule on what :meth:`shares` takes."""
+        keep_the_rule(self.shares(row, dtype, how, **changed), f"{row}, {dtype}, {changed}")
+
+
+class Backend(Target):
+    """A backend, called as users do: by a function of parity, ``fused`` unless another is given.
+
+    Attributes:
+        name: of the backend.
+        dtypes: that it serves.
+    """
+
+    def __init__(self, name, dtypes, most_queries=math.inf):
+        self.name, self.dtypes, self.most_queries = name, dtypes, most_queries
+
+    def way(self, _row=None, how=None):
+        return partial(how or parity.fused, backend=self.name)
+
+
+class Interpreter(Backend):
+    """Triton's, which takes seconds for a small case: two rows, two blocks of queries and of keys,
+    the last of each cut off.
+    """
+
+    sizes = LARGE | {"B": 2, "Tk": 35, "H": 21}
+
+    def case(self, row, **changed):
+        """A row at sizes that it gets through; with ``Tq=2`` two queries that see something."""
+        if not isinstance(row, str):
+            return row
+        sizes = {**self.sizes, **changed, **self.table[row]}
+        sizes |= {"Tq": min(sizes["Tq"], 18), "Tk": min(sizes["Tk"], 70)}
+        lens, mask = sizes.get("lens"), sizes.get("mask")
+        if lens is not None:
+            of_all = lens.shape[1:] == (self.sizes["Tq"],) and sizes["Tq"] == 2
+            sizes["lens"] = lens[: sizes["B"], 5:7] if of_all else lens[: sizes["B"]]
+        if mask is not None:
+            of_all = mask.dim() == 3 and mask.shape[1] == self.sizes["Tq"] and sizes["Tq"] == 2
+            sizes["Tk"] = min(sizes["Tk"], mask.shape[-1])
+            mask = mask[: sizes["B"], ..., : sizes["Tk"]]
+            sizes["mask"] = mask[:, 2:4] if of_all else mask
+        return Case(**sizes)
+
+
+class Gpu(Backend):
+    """CUDA C++ on the GPU that is here."""
+
+    def step(self, _, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None, mask=None):
+        given = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
+        there = {id(x): x if x is None else x.cuda() for x in given}  # values may be keys
+        found = entry_points.step(entry_points.on_gpu, *(there[id(x)] for x in given))
+        return [x.cpu() for x in found]
+
+
+CPU, REFERENCE = Backend("cpu", parity.DTYPES), Backend("reference", parity.DTYPES)
+NARROW = tuple(DTYPES.values())
+INTERPRETER, GPU = Interpreter("triton", NARROW), Gpu("cuda", NARROW, GPU_STEP_QUERIES)
 
 # Odd, as LARGE, with fewer units: the PTX machine takes its time for each.
 SIZES = {**LARGE, "H": 67}
@@ -106,18 +212,19 @@ def every(archs, quick=(), names=(*ROWS, *STEPS)):
         yield pytest.param(*case, marks=() if case in quick else pytest.mark.deep)
 
 
-def measured(kernels, name, dtype, way=None):
-    """The share of the parity rule that a case of ROWS or STEPS takes at worst.
-
-    Args:
-        kernels: what runs them, see PtxCalls.
-        name: of the case. Rows are run forward and backward, steps forward.
-        dtype: a key of DTYPES.
-        way: to call them for a row; :func:`on` unless given.
+class Kernels(Target):
+    """Kernels run on tensors of the CPU by ``attend`` and ``step`` (see PtxCalls), as :func:`on`
+    calls them unless another function is given.
     """
-    if name in ROWS:
-        return _row(kernels, name, dtype, way or on)
-    return _step(kernels, name, dtype)
+
+    table, sizes = {row: sizes for row, (sizes, _) in ROWS.items()}, SIZES
+
+    def way(self, row, how=None):
+        return (how or on)(self, ROWS[row][1] if isinstance(row, str) else 4)
+
+    def worst(self, name, dtype, how=None):
+        """The largest share of a row or a step."""
+        return max(self.shares(name, dtype, how).values(), default=0.0)
 
 
 def on(kernels, multiprocessors=4):
@@ -136,15 +243,7 @@ def on(kernels, multiprocessors=4):
     return function
 
 
-def _row(kernels, name, dtype, way):
-    sizes, multiprocessors = ROWS[name]
-    case = Case(**{**SIZES, **sizes}).of_at_most(kernels.most_queries)
-    shares = measure(case, DTYPES[dtype], way(kernels, multiprocessors))
-    return max(shares.values(), default=0.0)
-
-
-def _step(kernels, name, dtype):
-    step, kind = STEPS[name], DTYPES[dtype]
+def _shares_of_step(target, step, kind):
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape, scale=1.0):
@@ -165,7 +264,7 @@ def _step(kernels, name, dtype):
 
     k = F.linear(keys, *raw.values()) if raw else keys
     eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens, **masked)
-    got = kernels.step(
+    got = target.step(
         step.multiprocessors, queries, w_q, keys, values, w_v, valid_lens, **raw, **masked
     )
     sizes = {name: getattr(step, name) for name in ("B", "Tq", "Tk", "H", "Dq", "Dv", "tied")}
@@ -179,4 +278,4 @@ def _step(kernels, name, dtype):
         {n: x.double().numpy().astype(np.longdouble) for n, x in zip(OUTPUTS, found, strict=True)}
         for found in (got, eager)
     )
-    return max(shares(ours, errors(theirs, exact, kind), exact, kind).values())
+    return parity.shares(ours, errors(theirs, exact, kind), exact, kind)

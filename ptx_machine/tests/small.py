@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-from machine.launch import Buffer, Machine
+
+from ptx_machine import Buffer, Machine
 
 HEAD = ".version 8.0\n.target sm_90a\n.address_size 64\n"
 KINDS = {"f4": "f32", "f8": "f64", "u2": "u16", "f2": "b16"}
