@@ -24,7 +24,7 @@ from bahdanau_fast.seq2seq.cli import demo
 from bahdanau_fast.seq2seq.cli.demo import compare_training, relative_difference
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Batch
-from bahdanau_fast.seq2seq.training.trainer import World, shard, shift_right
+from bahdanau_fast.seq2seq.training.trainer import World, shard
 
 TINY = Settings(embed_size=16, num_hiddens=32, epochs=40, batch_size=32, lr=1e-2)
 
@@ -123,10 +123,6 @@ def test_shards_are_the_batch(pairs, rows, size):
 def test_settings_out_of_range(changes, said):
     with pytest.raises((ValueError, TypeError), match=said):
         Settings(**changes)
-
-
-def test_shift_right_puts_bos_in_front():
-    assert shift_right(torch.tensor([[5, 6, 2], [7, 2, 0]])).tolist() == [[1, 5, 6], [1, 7, 2]]
 
 
 def test_a_tiny_run_learns_and_repeats(pairs, trained):
