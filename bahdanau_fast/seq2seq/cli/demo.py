@@ -1,8 +1,4 @@
-"""The demo: learn to read dates, then show that the fused op changes only the speed.
-
-Trains a character-level encoder-decoder on synthetic dates, translates held-out ones, and repeats
-the first steps on the reference backend for comparison.
-"""
+"""The demo: learn to read dates, then show that the fused op changes only the speed."""
 
 from __future__ import annotations
 
@@ -49,11 +45,7 @@ QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
 def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) -> bool:
-    """Run the demo; write attention.png, loss.png and demo.json into ``out``.
-
-    True if exact match and loss agreement reached their goals; with smaller sizes only the
-    agreement counts.
-    """
+    """True if exact match (not with smaller sizes) and loss agreement reached their goals."""
     plots.require_matplotlib()
     files = () if overwrite else ("attention.png", "loss.png", "demo.json")
     check_folder(out, "demo", files, "--overwrite replaces it")

@@ -156,10 +156,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
 def alignments(
     translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
 ) -> Any:
-    """Attention weights, two translations to a row: source tokens across, target tokens down.
-
-    A character that no font here has is drawn as a box.
-    """
+    """Attention weights, two translations to a row: source tokens across, target tokens down."""
     if not translations:
         checks.reject(ValueError, "translations", "hold at least one", 0)
     columns = min(2, len(translations))
@@ -213,10 +210,7 @@ _COLOURS = {"loss": "#c2410c", "bleu": "#1d4ed8", "chrf": "#0f766e"}
 def training_curves(
     losses: Sequence[float], validations: Sequence[Mapping[str, float]], best: int | None = None
 ) -> Any:
-    """The loss of every step, then loss and scores of every validation, if there are any.
-
-    The epoch ``best`` is marked as the one that ``best.pt`` holds.
-    """
+    """The loss of every step, loss and scores of every validation; ``best`` is that of best.pt."""
     figure = _new_figure(12.5 if validations else 5, 3.4)
     training, *validation = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
     _training(training, losses)

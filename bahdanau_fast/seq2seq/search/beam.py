@@ -58,19 +58,12 @@ class Beam:
 
 
 class Step(NamedTuple):
-    """The hypotheses of a search after one of its steps, the best first.
+    """The hypotheses of a search after one of its steps, the best first; as :class:`Hypotheses`."""
 
-    Attributes:
-        tokens: (B,K), the last of each; <pad> behind <eos>.
-        parents: (B,K), the place of what it continues among the hypotheses of the step before.
-        scores: (B,K); -inf where there were fewer than K hypotheses.
-        weights: (B,K,Tk), where it looked for that token, or None from a decoder without attention.
-    """
-
-    tokens: Tensor
-    parents: Tensor
+    tokens: Tensor  # (B,K), the last of each
+    parents: Tensor  # (B,K), the ranks of what they continue in the step before
     scores: Tensor
-    weights: Tensor | None
+    weights: Tensor | None  # (B,K,Tk), of the last tokens
 
 
 class Hypotheses(NamedTuple):

@@ -21,19 +21,12 @@ from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scor
 
 
 class Alive(NamedTuple):
-    """A hypothesis after one step of a search.
+    """A hypothesis after one step of a search."""
 
-    Attributes:
-        token: its last; None behind <eos>.
-        parent: the place of what it continues among the hypotheses of the step before.
-        score: as :class:`Beam` has it.
-        weights: of its last token, over the source tokens and, if it was read, <eos>.
-    """
-
-    token: str | None
-    parent: int
+    token: str | None  # its last; None behind <eos>
+    parent: int  # the rank of what it continues in the step before
     score: float
-    weights: list[float]
+    weights: list[float]  # of its last token, over the source tokens and, if it was read, <eos>
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,7 @@ class Run:
 
 
 def described(validation: Mapping[str, float]) -> str:
-    """Metrics of the validation set as text.
-
-    >>> described({"epoch": 2, "loss": 2.1712, "bleu": 22.084, "chrf": 19.75})
-    'loss 2.171, BLEU 22.08, chrF 19.75'
-    """
+    """Metrics of the validation set as text."""
     texts = {"loss": trainer.plain(validation["loss"])}
     texts |= {name: f"{validation[name]:.2f}" for name in METRICS if name != "loss"}
     return ", ".join(f"{METRICS[name]} {text}" for name, text in texts.items())

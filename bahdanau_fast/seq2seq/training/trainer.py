@@ -100,19 +100,12 @@ def shard(batch: Batch, world: World) -> Batch:
 
 @dataclass
 class History:
-    """Losses, times and validations of a training.
-
-    Attributes:
-        losses: per step, cross-entropy per target token, smoothing included.
-        seconds: per step, wall time.
-        tokens: per step, target tokens of all processes.
-        validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
-    """
+    """Steps (loss per target token, wall time, target tokens) and epochs of a training."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)  # epoch, loss, bleu, chrf
 
     @property
     def tokens_per_second(self) -> float:
