@@ -7,11 +7,7 @@ __all__ = ["require"]
 
 
 def require(module: str, what: str) -> Any:
-    """Import a module, or say how it is installed.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """Import a module, or say how it is installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,7 +1,4 @@
-"""Settings that are options of the command line too: what one means, and may be, is said once.
-
-Each function makes a field of a dataclass from its default and its meaning.
-"""
+"""Fields of settings that are options of the command line too: what one means is said once."""
 
 from __future__ import annotations
 
@@ -92,15 +89,12 @@ class Checked:
 
 
 def add_options(group: Any, defaults: Any) -> None:
-    """An option for every field that was made here; without it nothing is in the namespace.
-
-    ``group`` is one of an argparse parser, ``defaults`` are the settings that its help shows.
-    """
-    for field in dataclasses.fields(defaults):
-        if not field.metadata:
-            continue
-        default = getattr(defaults, field.name)
-        said = ("no", "yes")[default] if isinstance(default, bool) else default
-        shown = field.metadata["meaning"] + ("" if said is None else f" (default: {said})")
+    """An option for every field that was made here; without it nothing is in the namespace."""
+    for field in filter(lambda field: field.metadata, dataclasses.fields(defaults)):
+        default, shown = getattr(defaults, field.name), field.metadata["meaning"]
+        if isinstance(default, bool):
+            default = "yes" if default else "no"
+        if default is not None:
+            shown += f" (default: {default})"
         flag = "--" + field.name.replace("_", "-")
         group.add_argument(flag, help=shown, default=argparse.SUPPRESS, **field.metadata["how"])

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from bahdanau_fast import checks
-from bahdanau_fast.seq2seq.search.translator import Translation
+from bahdanau_fast.seq2seq.search.translator import Translation, shown
 
 __all__ = ["attention_page"]
 
@@ -30,8 +30,8 @@ def attention_page(translations: Sequence[Translation]) -> str:
             that are not finite.
 
     >>> import torch
-    >>> own = Translation(["it", "is"], ["c'est"], torch.tensor([[0.2, 0.8]]))
-    >>> "c'est" in attention_page([own])
+    >>> translation = Translation(["it", "is"], ["c'est"], torch.tensor([[0.2, 0.8]]))
+    >>> "c'est" in attention_page([translation])
     True
     """
     if not translations:
@@ -43,23 +43,13 @@ def attention_page(translations: Sequence[Translation]) -> str:
 
 
 def _sentence(translation: Translation) -> dict[str, Any]:
-    source, target, weights = translation.source, translation.tokens, translation.weights
-    if weights is None or not source or not target:
-        need = "have attention weights and at least one token on either side"
-        checks.reject(ValueError, "translations", need, f"{len(target)} tokens")
-    if tuple(weights.shape) != (len(target), len(source)):
-        need = f"have shape (target tokens, source tokens), {(len(target), len(source))}"
-        checks.reject(ValueError, "weights", need, tuple(weights.shape))
-    rows = weights.tolist()
-    if translation.end_weights is not None:  # then every row sums to one
-        source = [*source, "<eos>"]
-        rows = [[*row, w] for row, w in zip(rows, translation.end_weights.tolist(), strict=True)]
+    source, weights = shown(translation)
     steps = [
         [(a.token, a.parent, round(a.score, 3), _rounded(a.weights)) for a in step]
         for step in translation.steps or ()
     ]
-    rows = [_rounded(row) for row in rows]
-    return {"source": source, "target": target, "weights": rows, "steps": steps}
+    rows = [_rounded(row) for row in weights.tolist()]
+    return {"source": source, "target": translation.tokens, "weights": rows, "steps": steps}
 
 
 def _rounded(row: Sequence[float]) -> list[float]:

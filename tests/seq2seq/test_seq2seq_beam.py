@@ -105,16 +105,13 @@ def test_a_beam_wide_enough_finds_the_best_of_all_targets(kind, options):
 def test_one_beam_is_greedy(kind, cell):
     model, (source, lens) = model_of(kind, cell), sources(20)
     tokens, weights = greedy(model, source, lens, 7)
-    for options in ({}, {"length_penalty": 0.0}):
-        found = beam_search(model, source, lens, 7, Beam(1, **options))
-        assert torch.equal(found.tokens[:, 0], tokens)
-        if kind == "none":
-            assert weights is found.weights is None
-        else:
-            for row, words in enumerate(tokens.tolist()):  # behind <eos> weights mean nothing
-                written = sum(word != PAD for word in words)
-                looked = found.weights[row, 0, :written]
-                torch.testing.assert_close(looked, weights[row, :written])
+    found = beam_search(model, source, lens, 7, Beam(1))
+    assert torch.equal(found.tokens[:, 0], tokens)
+    if kind == "none":
+        assert weights is found.weights is None
+    else:
+        written = tokens != PAD  # behind <eos> weights mean nothing
+        torch.testing.assert_close(found.weights[:, 0][written], weights[written])
 
 
 def test_hypotheses_are_ordered_different_and_scored_right():
@@ -172,38 +169,35 @@ def test_unknown_tokens_are_written_only_where_asked_for(search):
     assert all(set(t.tokens) <= set("abcd") for t in without)
 
 
-def test_bad_arguments():
-    model, (source, lens) = model_of("none"), sources()
-    with pytest.raises(ValueError, match=r"coverage_penalty must be 0 for a decoder without"):
-        beam_search(model, source, lens, 3, Beam(2, coverage_penalty=0.5))
-    for options, said in (
-        ({"width": 0}, "width must be at least 1, got 0"),
-        ({"length_penalty": -1}, "length_penalty must be at least 0, got -1"),
-        ({"coverage_penalty": float("nan")}, "coverage_penalty must be at least 0, got nan"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Beam(**options)
-    with pytest.raises(ValueError, match="max_steps must be at least 1"):
-        beam_search(model, source, lens, 0)
+@pytest.mark.parametrize(
+    ("steps", "options", "said"),
+    [
+        (3, {"coverage_penalty": 0.5}, "coverage_penalty must be 0 for a decoder without"),
+        (3, {"width": 0}, "width must be at least 1, got 0"),
+        (3, {"length_penalty": -1}, "length_penalty must be at least 0, got -1"),
+        (3, {"coverage_penalty": math.nan}, "coverage_penalty must be at least 0, got nan"),
+        (0, {}, "max_steps must be at least 1"),
+    ],
+)
+def test_bad_arguments(steps, options, said):
+    model = model_of("none")
+    with pytest.raises(ValueError, match=said):
+        beam_search(model, *sources(), steps, Beam(**options))
     model.decoder = torch.nn.Identity()
     with pytest.raises(TypeError, match=r"model\.decoder must be a StepDecoder, got Identity"):
-        beam_search(model, source, lens, 3)
-
-
-def copied(decoder, width):
-    """The decoder's ``memory`` with every source ``width`` times, once for each beam."""
-
-    def memory(state):
-        outputs, hidden, lens = state
-        lens = None if lens is None else lens.repeat_interleave(width)
-        return type(decoder).memory(decoder, [outputs.repeat_interleave(width, 0), hidden, lens])
-
-    return memory
+        beam_search(model, *sources(), 3)
 
 
 def test_no_beam_has_a_copy_of_the_memory(monkeypatch):
     rows, length, hidden, width = 64, 50, 96, 5
     model, (source, lens) = model_of(hidden=hidden), sources(rows, length)
+    memory_of = model.decoder.memory
+
+    def copied(state):
+        outputs, hidden, lens = state
+        return memory_of(
+            [outputs.repeat_interleave(width, 0), hidden, lens.repeat_interleave(width)]
+        )
 
     def search():
         return beam_search(model, source, lens, 12, Beam(width))
@@ -213,9 +207,5 @@ def test_no_beam_has_a_copy_of_the_memory(monkeypatch):
     memory, sizes = rows * length * hidden * 4, allocated(search)
     assert memory <= max(sizes) < 2 * memory
     assert sum(size >= memory for size in sizes) < 12  # not one per step either
-    found = search()
-    monkeypatch.setattr(model.decoder, "memory", copied(model.decoder, width))
+    monkeypatch.setattr(model.decoder, "memory", copied)
     assert max(allocated(search)) >= width * memory  # what it would be with copies
-    again = search()
-    assert torch.equal(found.tokens, again.tokens)
-    torch.testing.assert_close(found.scores, again.scores)

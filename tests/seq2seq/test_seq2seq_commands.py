@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
@@ -28,10 +29,18 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(data, tmp_path_factory):
+def trained(data, tmp_path_factory):
+    """A folder, and what its training printed."""
     out = tmp_path_factory.mktemp("model") / "deep" / "model"
-    assert cli.main(["train", "--data", str(data), "--out", str(out), *TINY]) == 0
-    return out
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as errors:
+        train = ["train", "--data", str(data), "--out", str(out), *TINY, "--tensorboard"]
+        assert cli.main(train) == 0
+    return out, printed.getvalue(), errors.getvalue()
+
+
+@pytest.fixture
+def model(trained):
+    return trained[0]
 
 
 def said(capsys, *arguments, code=0):
@@ -68,18 +77,23 @@ def test_help_teaches(command, capsys):
     assert ("translates every sentence to the same few words" in out) == (command == "train")
 
 
-def test_train_tells_what_it_does(data, tmp_path, capsys, monkeypatch):
-    out, err = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--tensorboard")
-    assert "116 training pairs (14 for validation, 14 for test), words to characters" in out
-    assert "epoch 1/1  loss" in out
-    assert re.search(r"validation: loss \d\.\d{3}, BLEU .*, chrF .*; the best so far\n", out)
-    assert f"wrote {tmp_path}" in out
-    assert "best.pt is epoch 1, the best by validation loss (loss " in out
+def test_train_tells_what_it_does(trained):
+    folder, out, err = trained
+    scores = r"loss \d\.\d{3}, BLEU \d+\.\d\d, chrF \d+\.\d\d"
+    assert re.fullmatch(
+        r"116 training pairs \(14 for validation, 14 for test\), words to characters, "
+        r"\d+ and \d+ tokens; [\d,]+ parameters, attention backend \w+\n"
+        r"epoch 1/1  loss \d\.\d{3}  [\d,]+ tokens/s\n"
+        rf"  validation: {scores}; the best so far\n"
+        rf"wrote {folder}/ in \d+ s, [\d,]+ target tokens/s\n"
+        rf"best\.pt is epoch 1, the best by validation loss \({scores}\)\n",
+        out,
+    )
     assert err == "skipped 1 malformed line (line 1: no tab)\n"
-    assert {p.name for p in tmp_path.iterdir()} == {"best.pt", "last.pt", "tensorboard"}
+    assert {p.name for p in folder.iterdir()} == {"best.pt", "last.pt", "tensorboard"}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
     tags = ("train/loss", "train/tokens_per_second", "train/learning_rate")
     measured = ("validation/loss", "validation/bleu", "validation/chrf")
@@ -184,11 +198,11 @@ def test_every_kind_of_model_trains_and_translates(data, tmp_path, capsys, optio
 
 
 def test_made_up_dates_are_the_default(tmp_path, capsys):
-    options = [*TINY, "--limit", "300"]
-    out, _ = said(capsys, "train", "--out", tmp_path, *options)
+    out, _ = said(capsys, "train", "--out", tmp_path, *TINY, "--limit", "300")
     assert "characters to characters" in out
     out, _ = said(capsys, "evaluate", tmp_path, "--split", "validation", "--json", "--beam", "1")
-    assert json.loads(out)["pairs"] == 30
+    figures = json.loads(out)
+    assert (figures["pairs"], figures["file"]) == (30, "dates")
 
 
 def test_translate_reads_the_standard_input(model, capsys, monkeypatch):
@@ -197,28 +211,26 @@ def test_translate_reads_the_standard_input(model, capsys, monkeypatch):
     assert out.count("\n") == 3
     assert out.split("\n")[1] == ""
     assert err == "note: not in the vocabulary, read as <unk>: unheard of\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert said(capsys, "translate", model) == ("", "")
+
+
+TEN = "go run wait stop come look go run wait stop"  # as many as the model reads: no <eos>
 
 
 @pytest.mark.parametrize("json_too", [[], ["--json"]])
 def test_what_a_long_sentence_loses_is_said(model, capsys, json_too):
-    ten, more = "go run wait stop come look go run wait stop", " come gone come"
-    assert said(capsys, "translate", model, ten, *json_too)[1] == ""
-    err = said(capsys, "translate", model, "heard go", ten + more, *json_too)[1]
+    assert said(capsys, "translate", model, TEN, *json_too)[1] == ""
+    err = said(capsys, "translate", model, "heard go", f"{TEN} come gone come", *json_too)[1]
     assert err == (
         "note: not in the vocabulary, read as <unk>: heard\n"
         "note: cut to the model's 10 tokens, without: come gone\n"
     )
 
 
-def test_no_sentence_gives_no_line(model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert said(capsys, "translate", model) == ("", "")
-
-
 @pytest.mark.parametrize("beam", ["1", "3"])
 def test_the_weights_of_a_row_in_json_sum_to_one(model, capsys, beam):
-    ten = "go run wait stop come look go run wait stop"  # as many as the model reads: no <eos>
-    out, _ = said(capsys, "translate", model, "go run 1!", ten, "--json", "--beam", beam)
+    out, _ = said(capsys, "translate", model, "go run 1!", TEN, "--json", "--beam", beam)
     short, long = json.loads(out)
     assert len(short["end_attention"]) == len(short["tokens"]) > 0
     rows = zip(short["attention"], short["end_attention"], strict=True)
@@ -279,40 +291,20 @@ def test_plot_writes_a_page_without_what_draws(model, tmp_path, capsys, monkeypa
     assert page.read_bytes().count(b'"steps":[]') == 2 > before.count(b'"steps":[]')
 
 
-def test_nothing_is_overwritten_without_saying_so(model, data, capsys):
-    before = {path: path.read_bytes() for path in model.iterdir() if path.is_file()}
-    line = refused(capsys, "train", "--data", data, "--out", model, *TINY)
-    assert "--resume continues it, --overwrite replaces it" in line
-    gone = ["train", "--data", "gone.tsv", "--out", model, "--overwrite", *TINY]
-    assert "data must be a readable file" in refused(capsys, *gone)
-    assert {path: path.read_bytes() for path in before} == before
-
-
 def test_overwrite_begins_anew(data, tmp_path, capsys):
-    said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, "--epochs", "2")
+    (tmp_path / "best.pt").write_bytes(b"of another training")
     none = ["--validation", "0", "--overwrite"]  # so no epoch is called the best
     out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
     assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
-    assert "116 pairs" not in said(capsys, "evaluate", tmp_path)[0]
-
-
-def bad_files(tmp_path):
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "one").write_text("Go.\tVa !\n")
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "last.pt").write_bytes(b"PK\x03\x04 cut off")
-    (tmp_path / "free").mkdir()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said_so"),
     [
         (["train"], "--out"),
-        (["train", "--out", "{free}", "--data", "{gone}"], "data must be a readable file"),
-        (["train", "--out", "{free}", "--data", "{free}"], "data must be a readable file"),
-        (["train", "--out", "{free}", "--data", "{empty}"], "hold pairs (source, tab, target)"),
+        (["train", "--out", "MODEL", "--data", "DATA"], "--resume continues it, --overwrite rep"),
+        (["train", "--out", "MODEL", "--data", "{gone}", "--overwrite"], "be a readable file"),
         (["train", "--out", "{free}", "--data", "{one}"], "min_freq must leave tokens to learn"),
         (["train", "--out", "{free}", "--lr", "inf"], "must be finite, got inf"),
         (["train", "--out", "{free}", "--epochs", "1.5"], "must be a whole number, got '1.5'"),
@@ -326,7 +318,6 @@ def bad_files(tmp_path):
         (["train", "--out", "{free}", "--resume", "--overwrite"], "not allowed with"),
         (["train", "--out", "{broken}", "--resume"], "be a complete file written by train"),
         (["train", "--out", "MODEL", "--resume", "--lr", "1"], "--lr must be left out"),
-        (["translate", "{gone}", "hi"], "hold best.pt or last.pt"),
         (["translate", "{free}", "hi"], "hold best.pt or last.pt"),
         (["translate", "{file}", "hi"], "be a complete file written by train"),
         (["translate", "MODEL", "hi", "--beam", "0"], "at least 1"),
@@ -343,12 +334,18 @@ def bad_files(tmp_path):
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, said_so, model, data, tmp_path, capsys):
-    bad_files(tmp_path)
-    names = {name: tmp_path / name for name in ("free", "file", "empty", "one", "gone", "broken")}
-    known = {"DATA": str(data), "MODEL": str(model)}
-    line = refused(capsys, *(known.get(a, a).format(**names) for a in arguments))
+    names = {name: tmp_path / name for name in ("free", "file", "one", "gone", "broken")}
+    for name in ("free", "broken"):
+        names[name].mkdir()
+    names["one"].write_text("Go.\tVa !\n")
+    names["file"].write_text("x")
+    (names["broken"] / "last.pt").write_bytes(b"PK\x03\x04 cut off")
+    before = {path: path.read_bytes() for path in model.glob("*.pt")}
+    words = {"DATA": str(data), "MODEL": str(model)}
+    line = refused(capsys, *(words.get(word, word).format(**names) for word in arguments))
     assert said_so in line
-    assert not list((tmp_path / "free").iterdir())
+    assert not list(names["free"].iterdir())
+    assert {path: path.read_bytes() for path in model.glob("*.pt")} == before
 
 
 TRANSLATE, PLOT = ["translate", "DIR", "hi"], ["plot", "DIR"]

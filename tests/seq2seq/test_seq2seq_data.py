@@ -224,27 +224,25 @@ def test_no_text_has_two_readings():
                     assert readings.setdefault(form, day) == day, form
 
 
+ENGLISH = "British English"
+
+
 @pytest.mark.parametrize(
-    ("language", "style", "text"),
+    ("day", "language", "style", "text"),
     [
-        ("American English", "{weekday}, {month} {nth}, {y}", "Thursday, March 11th, 2010"),
-        ("British English", "{dd}-{mon}-{y}", "11-Mar-2010"),
-        ("French", "le {weekday} {nth} {month} {y}", "le jeudi 11 mars 2010"),
-        ("German", "{weekday}, den {d}. {month} {y}", "Donnerstag, den 11. März 2010"),
-        ("Chinese", "{y}年{mon}{d}日{weekday}", "2010年三月11日星期四"),
-        ("Japanese", "{y}年{mon}{dd}日{day}", "2010年03月11日(木)"),
+        (11, "American English", "{weekday}, {month} {nth}, {y}", "Thursday, March 11th, 2010"),
+        (11, ENGLISH, "{dd}-{mon}-{y}", "11-Mar-2010"),
+        (11, "French", "le {weekday} {nth} {month} {y}", "le jeudi 11 mars 2010"),
+        (11, "German", "{weekday}, den {d}. {month} {y}", "Donnerstag, den 11. März 2010"),
+        (11, "Chinese", "{y}年{mon}{d}日{weekday}", "2010年三月11日星期四"),
+        (11, "Japanese", "{y}年{mon}{dd}日{day}", "2010年03月11日(木)"),
+        (1, "French", "{nth} {month}", "1er mars"),
+        (2, "French", "{nth} {month}", "2 mars"),
+        *((n, ENGLISH, "{nth}", f"{n}th") for n in (4, 11, 12, 13, 14, 20, 24, 30)),
+        *((n, ENGLISH, "{nth}", f"{n}st") for n in (1, 21, 31)),
+        *((n, ENGLISH, "{nth}", f"{n}nd") for n in (2, 22)),
+        *((n, ENGLISH, "{nth}", f"{n}rd") for n in (3, 23)),
     ],
 )
-def test_written_dates(language, style, text):
-    assert dates.write(datetime.date(2010, 3, 11), language, style) == text
-
-
-def test_ordinals():
-    january = [datetime.date(2010, 1, day) for day in range(1, 32)]
-    days = [dates.write(day, "British English", "{nth}") for day in january]
-    assert days[:4] == ["1st", "2nd", "3rd", "4th"]
-    assert days[10:13] == ["11th", "12th", "13th"]
-    assert days[20:24] == ["21st", "22nd", "23rd", "24th"]
-    assert days[30] == "31st"
-    assert dates.write(datetime.date(2010, 5, 1), "French", "{nth} {month}") == "1er mai"
-    assert dates.write(datetime.date(2010, 5, 2), "French", "{nth} {month}") == "2 mai"
+def test_written_dates(day, language, style, text):
+    assert dates.write(datetime.date(2010, 3, day), language, style) == text

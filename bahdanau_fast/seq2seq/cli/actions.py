@@ -27,24 +27,22 @@ from bahdanau_fast.seq2seq.search.translator import Translation, Translator
 from bahdanau_fast.seq2seq.training.runs import Run, described
 from bahdanau_fast.seq2seq.training.trainer import join
 
-__all__ = ["check_folder", "evaluate", "plot", "train", "translate"]
+__all__ = ["check_folder", "evaluate", "note", "plot", "train", "translate"]
 
 
 def train(options: argparse.Namespace) -> int:
     """Train, or resume a training, in a folder."""
     settings, text = _settings(options)
-    kept = {name: getattr(options, name) for name in ("resume", "save_every", "tensorboard")}
+    going = {name: getattr(options, name) for name in ("resume", "save_every", "tensorboard")}
     with join(_device(options.device)) as world:
         # With --json the standard output is for scripts.
         file = sys.stderr if options.json else sys.stdout
-        run = Run(options.out, settings, text, world=world, **kept)
+        run = Run(options.out, settings, text, world=world, **going)
         first = world.rank == 0
         if first:
-            if run.corpus.note:
-                print(run.corpus.note, file=sys.stderr)
+            note(run.corpus.note)
             print(_about(run), file=file, flush=True)
-            if run.world.device.type == "cpu" and (note := busy()):
-                print(note, file=sys.stderr)
+            note(busy() if world.device.type == "cpu" else "")
         before, start = len(run.history.losses), time.perf_counter()
         try:
             history = run.train(file=file)
@@ -61,7 +59,7 @@ def train(options: argparse.Namespace) -> int:
             "best": run.best,
             "validations": history.validations,
             "settings": dataclasses.asdict(settings),
-            "text": dataclasses.asdict(text) | {"data": _name(text.data)},
+            "text": dataclasses.asdict(text) | {"data": text.data and Path(text.data).name},
         }
         print(json.dumps(figures, indent=1, ensure_ascii=False))
     elif first:
@@ -76,58 +74,56 @@ def train(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> tuple[Settings, TextSettings]:
     """Settings from the command line, or with --resume from the checkpoint."""
-    given = vars(options)
     chosen, texts = (
-        {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+        {f.name: getattr(options, f.name) for f in dataclasses.fields(kind) if f.name in options}
         for kind in (Settings, TextSettings)
     )
-    out: Path = options.out
-    check_folder(out)
-    if texts.get("data") is not None:
-        texts["data"] = str(texts["data"].resolve())
-    if options.resume:
-        settings, text = Run.settings_of(out)
-        epochs = chosen.pop("epochs", settings.epochs)
-        data = texts.pop("data", text.data)  # the file may have been moved
-        extra = [f"--{name.replace('_', '-')}" for name in {**chosen, **texts}]
-        if extra:
-            need = "must be left out with --resume, which keeps the training's settings"
-            raise ValueError(f"{' and '.join(extra)} {need}")
-        if epochs < settings.epochs:
-            need = f"be at least {settings.epochs}, the epochs of the training"
-            checks.reject(ValueError, "--epochs", need, epochs)
-        return dataclasses.replace(settings, epochs=epochs), dataclasses.replace(text, data=data)
-    there = [name for name in (checkpoints.LAST, checkpoints.BEST) if (out / name).exists()]
-    if there and not options.overwrite:
-        actual = f"{out} (--resume continues it, --overwrite replaces it)"
-        checks.reject(ValueError, "--out", "hold no training", actual)
-    settings = dataclasses.replace(TRAINING, **chosen)
-    text = TextSettings(**{**texts, "seed": settings.seed})
-    return settings, text
+    replaced = options.resume or options.overwrite
+    files = () if replaced else (checkpoints.LAST, checkpoints.BEST)
+    ways = "--resume continues it, --overwrite replaces it"
+    check_folder(options.out, "training", files, ways)
+    if not options.resume:
+        settings = dataclasses.replace(TRAINING, **chosen)
+        return settings, TextSettings(**{**texts, "seed": settings.seed})
+    settings, text = Run.settings_of(options.out)
+    epochs = chosen.pop("epochs", settings.epochs)
+    data = texts.pop("data", text.data)  # the file may have been moved
+    extra = [f"--{name.replace('_', '-')}" for name in {**chosen, **texts}]
+    if extra:
+        need = "must be left out with --resume, which keeps the training's settings"
+        raise ValueError(f"{' and '.join(extra)} {need}")
+    if epochs < settings.epochs:
+        need = f"be at least {settings.epochs}, the epochs of the training"
+        checks.reject(ValueError, "--epochs", need, epochs)
+    return dataclasses.replace(settings, epochs=epochs), dataclasses.replace(text, data=data)
 
 
-def check_folder(out: Path) -> None:
-    """Refuse a folder that could not be written to, before there is anything to write."""
-    there = next(path for path in (out, *out.parents) if os.path.exists(path))
-    if not there.is_dir():
+def check_folder(out: Path, what: str, files: Sequence[str], ways: str) -> None:
+    """Refuse a folder that cannot be written to, or holds one of the files."""
+    folder = next(path for path in (out, *out.parents) if os.path.exists(path))
+    if not folder.is_dir():
         checks.reject(ValueError, "--out", "be a folder or a new path", out)
-    if not os.access(there, os.W_OK | os.X_OK):
-        actual = f"{out} ({there} is read-only)"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        actual = f"{out} ({folder} is read-only)"
         checks.reject(ValueError, "--out", "be a folder that can be written to", actual)
+    if any((out / name).exists() for name in files):
+        checks.reject(ValueError, "--out", f"hold no {what}", f"{out} ({ways})")
 
 
-def _name(path: str | None) -> str | None:
-    return None if path is None else Path(path).name
+def note(line: str) -> None:
+    """Print a line, if there is one, where it disturbs no results."""
+    if line:
+        print(line, file=sys.stderr)
 
 
 def _about(run: Run) -> str:
     parts, size = run.corpus.parts, sum(p.numel() for p in run.trainer.model.parameters())
     kinds = f"{run.corpus.kinds[0]} to {run.corpus.kinds[1]}"
     vocabs = f"{len(run.pairs.source_vocab):,} and {len(run.pairs.target_vocab):,} tokens"
-    held = f"{len(parts.validation):,} for validation, {len(parts.test):,} for test"
+    spared = f"{len(parts.validation):,} for validation, {len(parts.test):,} for test"
     pairs = "pair" if len(parts.train) == 1 else "pairs"
     return (
-        f"{len(parts.train):,} training {pairs} ({held}), {kinds}, {vocabs}; "
+        f"{len(parts.train):,} training {pairs} ({spared}), {kinds}, {vocabs}; "
         f"{size:,} parameters, attention backend {backends.resolve(run.world.device)}"
     )
 
@@ -144,10 +140,10 @@ def _chosen(run: Run) -> str:
 
 
 def _device(name: str) -> str:
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
         checks.reject(ValueError, "--device", "be available to this torch", name)
-    return ("cuda" if there else "cpu") if name == "auto" else name
+    return ("cuda" if available else "cpu") if name == "auto" else name
 
 
 def _beam(options: argparse.Namespace, record: bool = False) -> Beam | None:
@@ -166,17 +162,22 @@ def translate(options: argparse.Namespace) -> int:
     sentences: list[str] = options.sentences or [line.rstrip("\n") for line in sys.stdin]
     translations = translator.translate(sentences, _beam(options))
     _note_unread(translator, sentences, translations)
-    texts = [translator.joined(translation) for translation in translations]
     if not options.json:
-        for text in texts:
-            print(text)
+        for translation in translations:
+            print(translator.joined(translation))
         return 0
-    rows = []
-    for sentence, text, found in zip(sentences, texts, translations, strict=True):
-        row: dict[str, Any] = {"source": sentence, "translation": text, "score": found.score}
-        row |= {"source_tokens": found.source, "tokens": found.tokens}
-        row |= {"attention": _rounded(found.weights), "end_attention": _rounded(found.end_weights)}
-        rows.append(row)
+    rows = [
+        {
+            "source": sentence,
+            "translation": translator.joined(translation),
+            "score": translation.score,
+            "source_tokens": translation.source,
+            "tokens": translation.tokens,
+            "attention": _rounded(translation.weights),
+            "end_attention": _rounded(translation.end_weights),
+        }
+        for sentence, translation in zip(sentences, translations, strict=True)
+    ]
     print(json.dumps(rows, indent=1, ensure_ascii=False))
     return 0
 
@@ -189,35 +190,30 @@ def _note_unread(
     translator: Translator, sentences: Sequence[str], translations: Sequence[Translation]
 ) -> None:
     """Say which tokens the model does not know, and which lie behind the last that it reads."""
-    known, unknown, unread = translator.source_vocab, [], []
-    for sentence, found in zip(sentences, translations, strict=True):
-        unknown += [token for token in found.source if token not in known]
-        unread += tokenize(sentence, translator.kinds[0])[len(found.source) :]
-    _note("not in the vocabulary, read as <unk>", unknown)
-    _note(f"cut to the model's {translator.text.num_steps} tokens, without", unread)
-
-
-def _note(what: str, tokens: Sequence[str]) -> None:
-    different = list(dict.fromkeys(tokens))
-    if different:
+    unknown: list[str] = []
+    unread: list[str] = []
+    for sentence, translation in zip(sentences, translations, strict=True):
+        unknown += [token for token in translation.source if token not in translator.source_vocab]
+        unread += tokenize(sentence, translator.kinds[0])[len(translation.source) :]
+    cut = f"cut to the model's {translator.text.num_steps} tokens, without"
+    for what, tokens in (("not in the vocabulary, read as <unk>", unknown), (cut, unread)):
+        different = list(dict.fromkeys(tokens))
         shown = " ".join(different[:8]) + (" ..." if len(different) > 8 else "")
-        print(f"note: {what}: {shown}", file=sys.stderr)
+        note(f"note: {what}: {shown}" if different else "")
 
 
 def _pairs(options: argparse.Namespace, translator: Translator) -> tuple[list[RawPair], str]:
     """The pairs to translate, and the name of their part."""
     part = options.split or ("test" if options.file is None else "all")
-    text = translator.text
-    if options.file is None or part != "all":
-        data = text.data if options.file is None else str(options.file)
-        corpus = Corpus.of(dataclasses.replace(text, data=data))
-        pairs = corpus.pairs if part == "all" else getattr(corpus.parts, part)
-        note = corpus.note
+    if options.file is not None and part == "all":
+        file = read(options.file)  # all of it, whatever the training took of its own
+        pairs, skipped = file.pairs, file.note()
     else:
-        found = read(options.file)
-        pairs, note = found.pairs, found.note()
-    if note:
-        print(note, file=sys.stderr)
+        data = translator.text.data if options.file is None else str(options.file)
+        corpus = Corpus.of(dataclasses.replace(translator.text, data=data))
+        pairs = corpus.pairs if part == "all" else getattr(corpus.parts, part)
+        skipped = corpus.note
+    note(skipped)
     if not pairs:
         checks.reject(ValueError, "--split", "name a part that holds pairs", part)
     return pairs[: options.first], part
@@ -231,16 +227,15 @@ def evaluate(options: argparse.Namespace) -> int:
     translations = translator.translate([source for source, _ in pairs], _beam(options))
     seconds = time.perf_counter() - start
     scores = translator.score(pairs, translations)
-    texts = map(translator.joined, translations)
     rows = [
-        {"source": source, "translation": text, "reference": target}
-        for (source, target), text in zip(pairs, texts, strict=True)
+        {"source": source, "translation": translator.joined(translation), "reference": target}
+        for (source, target), translation in zip(pairs, translations, strict=True)
     ]
     samples = rows[:: max(1, len(pairs) // max(1, options.samples))][: options.samples]
     figures = {
         "pairs": len(pairs),
         "part": part,
-        "file": _name(str(options.file or translator.text.data or "dates")),
+        "file": Path(options.file or translator.text.data or "dates").name,
         "bleu": scores.corpus.bleu,
         "chrf": scores.corpus.chrf,
         "signature": scores.corpus.signature,
@@ -278,8 +273,9 @@ def _curves(where: Path) -> Any:
     if not losses:
         checks.reject(ValueError, "DIR", "hold a training with at least one step", where.parent)
     with checkpoints.fitting(best):
-        chosen = checkpoints.load(best)["validations"][-1]["epoch"] if best.is_file() else None
-    return plots.training_curves(losses, validations, chosen)
+        chosen = checkpoints.last_validation(best)
+        epoch = None if chosen is None else chosen["epoch"]
+    return plots.training_curves(losses, validations, epoch)
 
 
 def plot(options: argparse.Namespace) -> int:
@@ -296,26 +292,24 @@ def plot(options: argparse.Namespace) -> int:
         checks.reject(ValueError, "--out" if options.html is None else "--html", need, out)
     if options.font is not None:
         plots.add_font(options.font)
-    note = ""
+    undrawn = ""
     if options.html is not None:
         beam = _beam(options, record=True)
         # Each sentence on its own: the search of a batch ends with its longest.
-        found = _load(options).translate(options.sentences, beam, batch_size=1)
-        out.write_text(attention_page(found), encoding="utf-8")
+        translations = _load(options).translate(options.sentences, beam, batch_size=1)
+        out.write_text(attention_page(translations), encoding="utf-8")
     elif options.sentences:
-        translator = _load(options)
-        translations = translator.translate(options.sentences, _beam(options))
+        translations = _load(options).translate(options.sentences, _beam(options))
         for sentence, translation in zip(options.sentences, translations, strict=True):
             if translation.source and not translation.tokens:
                 raise ValueError(f"the model translated {sentence!r} to nothing; train longer")
-        figure, note = plots.attention_figure(translations)
+        figure, undrawn = plots.attention_figure(translations)
         plots.save(figure, out)
     else:
         plots.save(_curves(where), out)
     if options.json:
-        print(json.dumps({"wrote": str(out), "note": note}, ensure_ascii=False))
+        print(json.dumps({"wrote": str(out), "note": undrawn}, ensure_ascii=False))
     else:
         print(f"wrote {out}")
-        if note:
-            print(f"note: {note}", file=sys.stderr)
+        note(undrawn and f"note: {undrawn}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +69,8 @@ examples:
 def add_commands(commands: Any) -> None:
     """Add the four commands to what ``add_subparsers`` returned."""
 
-    def command(
-        action: Callable[[argparse.Namespace], int], what: str, description: str, end: str
-    ) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = commands.add_parser(
+    def command(action: Any, what: str, description: str, end: str, *options: Any) -> None:
+        parser = commands.add_parser(
             action.__name__,
             help=what,
             description=description,
@@ -81,19 +78,20 @@ def add_commands(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.set_defaults(command=action)
-        return parser
+        for add in (*options, _common):
+            add(parser)
 
     what = "learn to translate from a file of pairs"
-    _train_options(command(actions.train, what, _TRAIN, _TRAIN_END))
+    command(actions.train, what, _TRAIN, _TRAIN_END, _training)
     what = "translate sentences with a trained model"
-    _translate_options(command(actions.translate, what, _TRANSLATE, _TRANSLATE_END))
+    command(actions.translate, what, _TRANSLATE, _TRANSLATE_END, _model, _sentences, _search)
     what = "score a trained model: BLEU and chrF of its translations"
-    _evaluate_options(command(actions.evaluate, what, _EVALUATE, _EVALUATE_END))
+    command(actions.evaluate, what, _EVALUATE, _EVALUATE_END, _model, _pairs, _search)
     what = "plot the attention of a trained model, or its losses"
-    _plot_options(command(actions.plot, what, _PLOT, _PLOT_END))
+    command(actions.plot, what, _PLOT, _PLOT_END, _model, _sentences, _picture, _search)
 
 
-def _train_options(train: argparse.ArgumentParser) -> None:
+def _training(train: argparse.ArgumentParser) -> None:
     what = "folder for the model, created if missing"
     train.add_argument("--out", type=Path, required=True, metavar="DIR", help=what)
     again = train.add_mutually_exclusive_group()
@@ -108,18 +106,9 @@ def _train_options(train: argparse.ArgumentParser) -> None:
     add_options(train.add_argument_group(title), TextSettings())
     title = "model and training (with --resume only --epochs, to raise it)"
     add_options(train.add_argument_group(title), TRAINING)
-    _common(train)
 
 
-def _translate_options(translate: argparse.ArgumentParser) -> None:
-    _model(translate)
-    _sentences(translate)
-    _search(translate)
-    _common(translate)
-
-
-def _evaluate_options(evaluate: argparse.ArgumentParser) -> None:
-    _model(evaluate)
+def _pairs(evaluate: argparse.ArgumentParser) -> None:
     what = "file of pairs to translate"
     evaluate.add_argument("file", nargs="?", type=Path, metavar="FILE", help=what)
     what = "which part of the pairs, cut as in the training (default: all of a FILE, else test)"
@@ -128,13 +117,9 @@ def _evaluate_options(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("--first", type=at_least(1, int), metavar="N", help=what)
     what = "print N translations (default: %(default)s)"
     evaluate.add_argument("--samples", type=at_least(0, int), default=10, metavar="N", help=what)
-    _search(evaluate)
-    _common(evaluate)
 
 
-def _plot_options(plot: argparse.ArgumentParser) -> None:
-    _model(plot)
-    _sentences(plot)
+def _picture(plot: argparse.ArgumentParser) -> None:
     file = plot.add_mutually_exclusive_group()
     what = "picture to write (default: attention.png or loss.png in DIR)"
     file.add_argument("--out", type=Path, metavar="FILE", help=what)
@@ -143,8 +128,6 @@ def _plot_options(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
     what = "a .ttf or .otf file to draw a picture's tokens with"
     plot.add_argument("--font", type=Path, metavar="FILE", help=what)
-    _search(plot)
-    _common(plot)
 
 
 def _model(parser: argparse.ArgumentParser) -> None:

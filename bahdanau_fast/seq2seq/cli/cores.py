@@ -15,10 +15,7 @@ _SECONDS = 0.2  # many turns of a scheduler, so that a lucky one decides nothing
 
 
 def busy() -> str:
-    """A line on what helps, where all threads are slower than one alone; else an empty one.
-
-    A thread that waits for another one keeps its core from whoever the other one waits for.
-    """
+    """A line on what helps, where all threads are slower than one alone; else an empty one."""
     threads = torch.get_num_threads()
     if threads == 1 or "OMP_WAIT_POLICY" in os.environ:
         return ""

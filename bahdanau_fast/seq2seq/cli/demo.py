@@ -1,8 +1,4 @@
-"""The demo: learn to read dates, then show that the fused op changes only the speed.
-
-Trains a character-level encoder-decoder on synthetic dates, translates held-out ones, and repeats
-the first steps on the reference backend for comparison.
-"""
+"""The demo: learn to read dates, then show that the fused op changes only the speed."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import json
 import os
 import platform
 import random
-import sys
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -22,10 +17,10 @@ from typing import Any
 import torch
 
 import bahdanau_fast
-from bahdanau_fast import backends, checks
+from bahdanau_fast import backends
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.seq2seq.cli import cores, plots
-from bahdanau_fast.seq2seq.cli.actions import check_folder
+from bahdanau_fast.seq2seq.cli.actions import check_folder, note
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
@@ -50,16 +45,10 @@ QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
 
 
 def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) -> bool:
-    """Run the demo; write attention.png, loss.png and demo.json into ``out``.
-
-    True if exact match and loss agreement reached their goals; with smaller sizes only the
-    agreement counts.
-    """
+    """True if exact match (not with smaller sizes) and loss agreement reached their goals."""
     plots.require_matplotlib()
-    check_folder(out)
-    there = [name for name in ("attention.png", "loss.png", "demo.json") if (out / name).exists()]
-    if there and not overwrite:
-        checks.reject(ValueError, "--out", "hold no demo", f"{out} (--overwrite replaces it)")
+    files = () if overwrite else ("attention.png", "loss.png", "demo.json")
+    check_folder(out, "demo", files, "--overwrite replaces it")
     out.mkdir(parents=True, exist_ok=True)
     full = sizes == Sizes()
     if not full:
@@ -77,8 +66,7 @@ def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) ->
         f"{len(pairs):,} dates to learn from, {len(held_out):,} held out; "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
-    if note := cores.busy():
-        print(note, file=sys.stderr)
+    note(cores.busy())
     start = time.perf_counter()
     history = train(model, pairs, settings)
     trained = time.perf_counter() - start
@@ -90,9 +78,8 @@ def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) ->
     translations = translate(model, texts, *vocabs, source_steps, target_steps)
     exact = _report_translations(translations, held_out, settings.seed, full)
 
-    names = [fused, "reference"]
     steps = min(sizes.compared_steps, len(history.losses))
-    compared = compare_training(pairs, settings, names, steps)
+    compared = compare_training(pairs, settings, [fused, "reference"], steps)
     seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
     difference = relative_difference(history.losses[:steps], compared["reference"].history.losses)
     agree = difference <= LOSS_GOAL
@@ -125,7 +112,14 @@ def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) ->
         "passed": good and agree,
         "settings": dataclasses.asdict(settings),
         "sizes": dataclasses.asdict(sizes),
-        "versions": _versions(),
+        "versions": {
+            "bahdanau_fast": bahdanau_fast.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.platform(),
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
         "losses": history.losses,
     }
     (out / "demo.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -136,10 +130,10 @@ def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) ->
 def compare_training(
     pairs: Pairs, settings: Settings, names: Sequence[str], steps: int
 ) -> dict[str, Trainer]:
-    """Train one model per backend from the same seed on the same batches, taking turns.
+    """Train one model per backend from the same seed on the same batches.
 
-    Every backend takes a step before any takes the next one, in alternating order, so that other
-    load on the machine affects all of them alike. A repeated name is run once.
+    They take turns at every step, in alternating order, so that other load on the machine affects
+    all of them alike. A repeated name is run once.
     """
     schedule = total_steps(pairs, settings)
     trainers = {name: Trainer(build_model(pairs, settings), settings, schedule) for name in names}
@@ -162,15 +156,15 @@ def time_attention(
     for _, batch in islice(all_batches(pairs, settings), steps):
         keys = torch.randn(*batch.source.shape, size, requires_grad=True)
         queries = torch.randn(*batch.target.T.shape, size, requires_grad=True)
-        for name, of_name in times.items():
+        for name in names:
             with backends.use(name):
                 start = time.perf_counter()
                 memory = attention.memory(keys, valid_lens=batch.source_lens)
                 contexts = [attention.attend(query, memory) for query in queries]
                 inputs = [queries, keys, *attention.parameters()]
                 torch.autograd.grad(torch.stack(contexts).sum(), inputs)
-                of_name.append(time.perf_counter() - start)
-    return {name: median(of_name) for name, of_name in times.items()}
+                times[name].append(time.perf_counter() - start)
+    return {name: median(seconds) for name, seconds in times.items()}
 
 
 def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -180,17 +174,6 @@ def relative_difference(losses: Sequence[float], others: Sequence[float]) -> flo
     0.2
     """
     return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "bahdanau_fast": bahdanau_fast.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.platform(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 def _report_translations(
@@ -219,10 +202,10 @@ def _alignments(translations: Sequence[Translation], examples: Sequence[dates.Ex
         rank = 100 * right - abs(len(translation.source) - 26)
         if example.language not in best or rank > best[example.language][0]:
             best[example.language] = (rank, translation)
-    there = [language for language in dates.LANGUAGES if language in best.keys() - {"numeric"}]
-    shown = [language for language in there if plots.drawable("".join(best[language][1].source))]
-    note = "source characters (· is a space)"
-    if undrawable := [language for language in there if language not in shown]:
-        note += f"; no font here draws {' and '.join(undrawable)}"
+    named = [language for language in dates.LANGUAGES if language in best.keys() - {"numeric"}]
+    shown = [language for language in named if plots.drawable("".join(best[language][1].source))]
+    under = "source characters (· is a space)"
+    if undrawable := [language for language in named if language not in shown]:
+        under += f"; no font here draws {' and '.join(undrawable)}"
     heading = "Where each character of the ISO date looked in the source"
-    return plots.alignments([best[language][1] for language in shown], shown, heading, note)
+    return plots.alignments([best[language][1] for language in shown], shown, heading, under)

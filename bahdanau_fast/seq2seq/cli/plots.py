@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.extras import require
 from bahdanau_fast.seq2seq.model.settings import METRICS
-from bahdanau_fast.seq2seq.search.translator import Translation
-
-__all__ = [
-    "add_font",
-    "alignments",
-    "attention_figure",
-    "drawable",
-    "require_matplotlib",
-    "save",
-    "show_heatmaps",
-    "training_curves",
-]
+from bahdanau_fast.seq2seq.search.translator import Translation, shown
 
 # Families with Chinese and Japanese, if installed; DejaVu comes with matplotlib.
 _CJK = (
@@ -43,14 +32,13 @@ def require_matplotlib() -> None:
 
 
 def _new_figure(width: float, height: float) -> Any:
-    """An empty figure, its size in inches."""
     require_matplotlib()
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 
-_own: list[str] = []  # families of fonts the user named
+_preferred: list[str] = []  # families of fonts the user named
 
 
 def add_font(path: Path) -> None:
@@ -67,7 +55,7 @@ def add_font(path: Path) -> None:
     for i, font in enumerate(fonts):
         if font.fname == str(path):  # of whatever weight
             fonts[i] = dataclasses.replace(font, weight=400)
-    _own.insert(0, fonts[-1].name)
+    _preferred.insert(0, fonts[-1].name)
     _fonts.cache_clear()
 
 
@@ -77,8 +65,8 @@ def _fonts() -> tuple[tuple[str, ...], frozenset[int]]:
     from matplotlib import font_manager
     from matplotlib.ft2font import FT2Font
 
-    there = {font.name: font.fname for font in reversed(font_manager.fontManager.ttflist)}
-    families = [*_own, "DejaVu Sans", *[name for name in _CJK if name in there][:2]]
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    families = [*_preferred, "DejaVu Sans", *[name for name in _CJK if name in installed][:2]]
     points: set[int] = set()
     for name in families:
         points.update(FT2Font(font_manager.findfont(name)).get_charmap())
@@ -91,12 +79,8 @@ def drawable(text: str) -> bool:
     return all(ord(character) in _fonts()[1] for character in text)
 
 
-def _drawn(text: str) -> str:
-    return text if drawable(text) else "□"
-
-
 def _label(token: str) -> str:
-    return "·" if token == " " else _drawn(token)
+    return "·" if token == " " else token if drawable(token) else "□"
 
 
 def save(figure: Any, path: str | Path) -> None:
@@ -133,45 +117,37 @@ def show_heatmaps(
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     values = matrices.detach().float().cpu()
     limits = {"vmin": float(values.min()), "vmax": float(values.max())}
-    for i in range(rows):
-        for j in range(columns):
-            image = axes[i, j].imshow(values[i, j].tolist(), cmap=cmap, **limits)
-            if i == rows - 1:
-                axes[i, j].set_xlabel(xlabel)
-            if j == 0:
-                axes[i, j].set_ylabel(ylabel)
-            if titles is not None and i == 0:
-                axes[i, j].set_title(titles[j])
+    for i, j in itertools.product(range(rows), range(columns)):
+        image = axes[i, j].imshow(values[i, j].tolist(), cmap=cmap, **limits)
+        if i == rows - 1:
+            axes[i, j].set_xlabel(xlabel)
+        if j == 0:
+            axes[i, j].set_ylabel(ylabel)
+        if titles is not None and i == 0:
+            axes[i, j].set_title(titles[j])
     figure.colorbar(image, ax=axes, shrink=0.7)
     return figure
 
 
 def _alignment(axes: Any, translation: Translation, title: str, families: Sequence[str]) -> Any:
-    weights = translation.weights
-    if weights is None or not weights.numel():
-        need = "have attention weights and at least one token on either side"
-        checks.reject(ValueError, "translations", need, f"{len(translation.tokens)} tokens")
-    source = list(map(_label, translation.source))
-    if translation.end_weights is not None:  # then every row sums to one
-        weights = torch.cat((weights, translation.end_weights.unsqueeze(1)), 1)
-        source.append("<eos>")
+    source, weights = shown(translation)
     image = axes.imshow(weights.tolist(), cmap="magma_r", vmin=0.0, vmax=1.0, aspect="auto")
-    font: dict[str, Any] = {"fontfamily": list(families), "fontsize": 9, "color": _INK}
-    axes.set_xticks(range(len(source)), source, **font)
+    font: dict[str, Any] = {"fontfamily": list(families), "color": _INK}
+    axes.set_xticks(range(len(source)), map(_label, source), fontsize=9, **font)
     # Horizontal words would overlap; so would the last label beside single characters.
     slanted = max(map(len, translation.source)) > 2
     turn = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
     for label in axes.get_xticklabels():
         label.set(**(turn or {"rotation": 90 * (label.get_text() == "<eos>")}))
-    axes.set_yticks(range(len(translation.tokens)), map(_label, translation.tokens), **font)
+    tokens = list(map(_label, translation.tokens))
+    axes.set_yticks(range(len(tokens)), tokens, fontsize=9, **font)
     # Lines between the cells, as two artists: every tick of a grid would be one.
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     thin = {"colors": "#e5e5e5", "linewidth": 0.4}
     axes.vlines([x + 0.5 for x in range(len(source) - 1)], bottom, top, **thin)
-    axes.hlines([y + 0.5 for y in range(len(translation.tokens) - 1)], left, right, **thin)
+    axes.hlines([y + 0.5 for y in range(len(tokens) - 1)], left, right, **thin)
     axes.tick_params(length=0)
-    font = {"fontfamily": list(families), "fontsize": 10, "color": _INK}
-    axes.set_title(title, loc="left", **font)
+    axes.set_title(title, loc="left", fontsize=10, **font)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
     return image
@@ -180,10 +156,7 @@ def _alignment(axes: Any, translation: Translation, title: str, families: Sequen
 def alignments(
     translations: Sequence[Translation], titles: Sequence[str], heading: str, note: str = ""
 ) -> Any:
-    """Attention weights, two translations to a row: source tokens across, target tokens down.
-
-    A character that no font here has is drawn as a box.
-    """
+    """Attention weights, two translations to a row: source tokens across, target tokens down."""
     if not translations:
         checks.reject(ValueError, "translations", "hold at least one", 0)
     columns = min(2, len(translations))
@@ -225,37 +198,36 @@ def attention_figure(translations: Sequence[Translation]) -> tuple[Any, str]:
     titles = []
     for translation in translations:
         space = " " if max(map(len, translation.source), default=1) > 1 else ""
-        text = space.join("".join(map(_drawn, token)) for token in translation.source)
+        text = space.join(translation.source)
+        text = "".join(sign if drawable(sign) else "□" for sign in text)
         titles.append(text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…")
     return alignments(translations, titles, "Attention weights of each target token", under), note
 
 
-# --- losses and scores ---------------------------------------------------------------------------
-
-_ACCENT, _SECOND, _GREY = "#c2410c", "#1d4ed8", "#666666"
-_COLOURS = {"loss": _ACCENT, "bleu": _SECOND, "chrf": "#0f766e"}
+_COLOURS = {"loss": "#c2410c", "bleu": "#1d4ed8", "chrf": "#0f766e"}
 
 
 def training_curves(
     losses: Sequence[float], validations: Sequence[Mapping[str, float]], best: int | None = None
 ) -> Any:
-    """The loss of every step, then loss and scores of every validation, if there are any.
-
-    The epoch ``best`` is marked as the one that ``best.pt`` holds.
-    """
+    """The loss of every step, loss and scores of every validation; ``best`` is that of best.pt."""
     figure = _new_figure(12.5 if validations else 5, 3.4)
-    axes = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
-    _training(axes[0], losses)
+    training, *validation = figure.subplots(1, 3 if validations else 1, squeeze=False)[0]
+    _training(training, losses)
     if validations:
-        loss, scores = axes[1:]
-        _validation(loss, validations, ["loss"], best)
-        _scaled(loss, [validation["loss"] for validation in validations])
-        _tidy(loss, "Validation loss", "cross-entropy per token")
-        names = ("bleu", "chrf")
-        _validation(scores, validations, names, None)
-        top = max(validation[name] for validation in validations for name in names)
-        scores.set_ylim(0.0, max(1.0, 1.08 * top))
-        _tidy(scores, "Validation scores", "score, 0 to 100")
+        loss, scores = validation
+        epochs = [int(validation["epoch"]) for validation in validations]
+        curves = {name: [validation[name] for validation in validations] for name in METRICS}
+        _curve(loss, epochs, curves["loss"], "loss")
+        if best in epochs:
+            dashed = {"color": "#666666", "linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 0}
+            loss.axvline(best, label=f"best.pt (epoch {best})", **dashed)
+        _scaled(loss, curves["loss"])
+        _tidy(loss, "Validation loss", "epoch", "cross-entropy per token")
+        for name in ("bleu", "chrf"):
+            _curve(scores, epochs, curves[name], name, label=METRICS[name])
+        scores.set_ylim(0.0, max(1.0, 1.08 * max(curves["bleu"] + curves["chrf"])))
+        _tidy(scores, "Validation scores", "epoch", "score, 0 to 100")
     return figure
 
 
@@ -263,38 +235,24 @@ def _training(axes: Any, losses: Sequence[float]) -> None:
     steps = range(1, len(losses) + 1)
     window = max(1, len(losses) // 50)
     if window == 1:
-        axes.plot(steps, losses, color=_ACCENT, **_line(len(losses)))
+        _curve(axes, steps, losses, "loss")
     else:
-        axes.plot(steps, losses, color=_ACCENT, linewidth=0.5, alpha=0.35, label="each step")
+        color = _COLOURS["loss"]
+        axes.plot(steps, losses, color=color, linewidth=0.5, alpha=0.35, label="each step")
         starts = range(0, len(losses) - window + 1, window)
         means = [sum(losses[i : i + window]) / window for i in starts]
         centres = [i + (window + 1) / 2 for i in starts]
-        label = f"mean of {window} steps"
-        axes.plot(centres, means, color=_ACCENT, linewidth=1.8, label=label)
+        axes.plot(centres, means, color=color, linewidth=1.8, label=f"mean of {window} steps")
     _scaled(axes, losses)
-    _counted(axes, "step")
-    _tidy(axes, "Training loss", "cross-entropy per token")
+    _tidy(axes, "Training loss", "step", "cross-entropy per token")
 
 
-def _validation(
-    axes: Any, validations: Sequence[Mapping[str, float]], names: Sequence[str], best: int | None
+def _curve(
+    axes: Any, x: Sequence[int], y: Sequence[float], name: str, label: str | None = None
 ) -> None:
-    epochs = [int(validation["epoch"]) for validation in validations]
-    for name in names:
-        values = [validation[name] for validation in validations]
-        # With one curve the title names it.
-        label = METRICS[name] if len(names) > 1 else None
-        axes.plot(epochs, values, label=label, color=_COLOURS[name], **_line(len(epochs)))
-    if best in epochs:
-        label = f"best.pt (epoch {best})"
-        axes.axvline(best, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), label=label, zorder=0)
-    _counted(axes, "epoch")
-
-
-def _line(points: int) -> dict[str, Any]:
-    """Add dots if there is room: a single point has no line."""
-    marker = "o" if points <= 40 else ""
-    return {"linewidth": 1.6, "marker": marker, "markersize": 3.5, "clip_on": False, "zorder": 3}
+    """A line, with dots if there is room: a single point has no line."""
+    style = {"linewidth": 1.6, "marker": "o" if len(x) <= 40 else "", "markersize": 3.5}
+    axes.plot(x, y, color=_COLOURS[name], label=label, clip_on=False, zorder=3, **style)
 
 
 def _scaled(axes: Any, losses: Sequence[float]) -> None:
@@ -313,17 +271,14 @@ def _scaled(axes: Any, losses: Sequence[float]) -> None:
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
 
 
-def _counted(axes: Any, what: str) -> None:
-    """A horizontal axis for counts: only whole numbers."""
+def _tidy(axes: Any, title: str, counted: str, ylabel: str) -> None:
+    """Title, grid and legend; whole numbers across, of what is counted."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel(what, color=_INK)
-
-
-def _tidy(axes: Any, title: str, ylabel: str) -> None:
+    axes.set_xlabel(counted, color=_INK)
     axes.set_ylabel(ylabel, color=_INK)
     axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
     axes.grid(color="#e5e5e5", linewidth=0.6)
@@ -332,7 +287,6 @@ def _tidy(axes: Any, title: str, ylabel: str) -> None:
     axes.tick_params(labelsize=8.5, color="#bbbbbb")
     if axes.get_legend_handles_labels()[0]:
         # Above the plot, beside no curve.
-        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(
-            frameon=False, fontsize=8.5, ncols=3, handlelength=1.4, columnspacing=1, **place
-        )
+        where = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
+        size = {"fontsize": 8.5, "handlelength": 1.4, "columnspacing": 1}
+        axes.legend(frameon=False, ncols=3, **size, **where)

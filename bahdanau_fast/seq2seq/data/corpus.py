@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -32,38 +33,23 @@ _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u
 
 
 def tokenize(text: str, tokens: str) -> list[str]:
-    """Split a text into "words" (lower case, punctuation by itself) or "characters" (as they are).
-
-    >>> tokenize("I'm OK, go!", "words"), tokenize("嗨。", "characters")
-    (["i'm", 'ok', ',', 'go', '!'], ['嗨', '。'])
-    """
-    if tokens == "words":
-        return _WORD.findall(text.lower())
-    _check_kind(tokens)
-    return list(text.strip())
+    """A text's "words" (lower case, punctuation by itself) or "characters" (as they are)."""
+    return _WORD.findall(text.lower()) if _are_words(tokens) else list(text.strip())
 
 
 def join(words: Sequence[str], tokens: str) -> str:
-    """Join tokens into a text: words with spaces, characters without.
-
-    >>> join(["i'm", "ok", "."], "words"), join("嗨。", "characters")
-    ("i'm ok .", '嗨。')
-    """
-    _check_kind(tokens)
-    return (" " if tokens == "words" else "").join(words)
+    """Join tokens into a text: words with spaces, characters without."""
+    return (" " if _are_words(tokens) else "").join(words)
 
 
-def _check_kind(tokens: str) -> None:
+def _are_words(tokens: str) -> bool:
     if tokens not in TOKENS:
         checks.reject(ValueError, "tokens", "be 'words' or 'characters'", repr(tokens))
+    return tokens == "words"
 
 
 def guess_tokens(texts: Sequence[str]) -> str:
-    """The kind of tokens for texts: "characters" for a script without spaces, else "words".
-
-    >>> guess_tokens(["嗨。", "OK。好"]), guess_tokens(["Salut !"])
-    ('characters', 'words')
-    """
+    """The kind of tokens for texts: "characters" for a script without spaces, else "words"."""
     unspaced = sum(1 for text in texts if _UNSPACED.search(text))
     return "characters" if 2 * unspaced > len(texts) else "words"
 
@@ -112,23 +98,22 @@ def read(path: str | Path) -> TextFile:
     pairs: list[RawPair] = []
     skipped: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
-        columns = line.split("\t")
-        source, target = columns[0].strip(), columns[1].strip() if len(columns) > 1 else ""
+        source, target, *_ = *map(str.strip, line.split("\t")), ""
         if source and target:
             pairs.append((source, target))
-        elif len(columns) == 1:
-            skipped.append((number, "no tab" if source else "empty"))
-        else:
+        elif "\t" in line:
             skipped.append((number, "no source" if target else "no target"))
-    found = TextFile(pairs, skipped)
+        else:
+            skipped.append((number, "no tab" if source else "empty"))
+    file = TextFile(pairs, skipped)
     if not pairs:
         need = "hold pairs (source, tab, target)"
-        checks.reject(ValueError, "data", need, f"{path} ({found.note() if content else 'empty'})")
-    return found
+        checks.reject(ValueError, "data", need, f"{path} ({file.note() if content else 'empty'})")
+    return file
 
 
 class Parts(NamedTuple):
-    """Training, validation and test pairs."""
+    """The pairs of a corpus, split."""
 
     train: list[RawPair]
     validation: list[RawPair]
@@ -136,32 +121,24 @@ class Parts(NamedTuple):
 
 
 def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
-    """Split pairs into three parts; pairs with equal sources (up to case and spaces) stay together.
+    """Split pairs, in their order, into three parts, the last two shares of all sources.
 
-    So no source of the validation and test parts, which are shares of all sources, is in training.
-    Each part keeps the order of ``pairs``.
-
-    >>> parts = split([("Hi.", "Salut."), ("hi. ", "Bonjour."), ("Go.", "Va.")], 0.0, 0.4, seed=0)
-    >>> len(parts.train), len(parts.validation), len(parts.test)
-    (2, 0, 1)
+    Pairs with equal sources, up to case and spaces, share a part: none is also in training.
     """
     checks.probability("validation", validation)
     checks.probability("test", test)
-    sources = sorted({_same(source) for source, _ in pairs})
+    plain = [" ".join(source.lower().split()) for source, _ in pairs]
+    sources = sorted(set(plain))
     random.Random(seed).shuffle(sources)
-    held = [round(share * len(sources)) for share in (validation, test)]
-    if sum(held) >= len(sources):
+    first, second = (round(share * len(sources)) for share in (validation, test))
+    if first + second >= len(sources):
         actual = f"shares {validation} and {test} of {len(sources)} sources"
         checks.reject(ValueError, "validation and test", "leave something to train on", actual)
-    where = dict.fromkeys(sources[: held[0]], 1) | dict.fromkeys(sources[held[0] : sum(held)], 2)
-    parts: tuple[list[RawPair], ...] = ([], [], [])
-    for pair in pairs:
-        parts[where.get(_same(pair[0]), 0)].append(pair)
-    return Parts(*parts)
-
-
-def _same(source: str) -> str:
-    return " ".join(source.lower().split())
+    part = dict.fromkeys(sources[:first], 1) | dict.fromkeys(sources[first : first + second], 2)
+    parts = Parts([], [], [])
+    for pair, source in zip(pairs, plain, strict=True):
+        parts[part.get(source, 0)].append(pair)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -169,7 +146,7 @@ class TextSettings(options.Checked):
     """File, tokenisation and split of a corpus; ``seed`` is that of the split and of the dates."""
 
     data: str | None = options.other(
-        None, "file of pairs (default: synthetic dates)", type=Path, metavar="FILE"
+        None, "file of pairs (default: synthetic dates)", type=os.path.realpath, metavar="FILE"
     )
     source_tokens: str = options.choice(
         "auto",
@@ -189,31 +166,23 @@ class TextSettings(options.Checked):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pairs of texts, read and split.
+    """Pairs of texts, read and split."""
 
-    Attributes:
-        pairs: all of them, in the order of the file.
-        kinds: "words" or "characters", of source and target.
-        parts: training, validation and test pairs.
-        note: one line about skipped lines; empty if there are none.
-        digest: of all pairs, to detect a changed file.
-    """
-
-    pairs: list[RawPair]
-    kinds: tuple[str, str]
+    pairs: list[RawPair]  # all of them, in the order of the file
+    kinds: tuple[str, str]  # "words" or "characters", of source and target
     parts: Parts
-    note: str
-    digest: str
+    note: str  # one line about skipped lines; empty if there are none
+    digest: str  # of all pairs, to detect a changed file
 
     @classmethod
     def of(cls, settings: TextSettings) -> Corpus:
         """Read the data."""
         if settings.data is None:
-            written = dates.generate(DATES, settings.seed)
-            found = TextFile([(example.text, example.iso) for example in written])
+            drawn = dates.generate(DATES, settings.seed)
+            file = TextFile([(example.text, example.iso) for example in drawn])
         else:
-            found = read(settings.data)
-        pairs = found.pairs[: settings.limit]
+            file = read(settings.data)
+        pairs = file.pairs[: settings.limit]
         kinds = [settings.source_tokens, settings.target_tokens]
         for side, kind in enumerate(kinds):
             if kind == "auto":
@@ -221,7 +190,7 @@ class Corpus:
                 kinds[side] = "characters" if settings.data is None else guess_tokens(sample)
         parts = split(pairs, settings.validation, settings.test, settings.seed)
         digest = hashlib.sha256("\n".join(map("\t".join, pairs)).encode()).hexdigest()
-        return cls(pairs, (kinds[0], kinds[1]), parts, found.note(), digest)
+        return cls(pairs, (kinds[0], kinds[1]), parts, file.note(), digest)
 
     def encode(
         self, pairs: Sequence[RawPair], settings: TextSettings, vocabs: Vocabs | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,12 @@ class Vocab:
     def __init__(self, sequences: Iterable[Sequence[str]], min_freq: int = 1) -> None:
         counts = Counter(token for sequence in sequences for token in sequence)
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        kept = [token for token, n in ordered if n >= min_freq and token not in _SPECIAL]
-        self._number((*_SPECIAL, *kept))
+        often = (token for token, n in ordered if n >= min_freq and token not in _SPECIAL)
+        self.tokens: tuple[str, ...] = (*_SPECIAL, *often)
 
-    def _number(self, tokens: tuple[str, ...]) -> None:
-        self.tokens = tokens
-        self._index = {token: i for i, token in enumerate(tokens)}
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[str]) -> Vocab:
@@ -51,7 +52,7 @@ class Vocab:
         if tuple(tokens[:4]) != _SPECIAL or len(set(tokens)) != len(tokens):
             need = f"begin with {', '.join(_SPECIAL)} and hold no duplicates"
             checks.reject(ValueError, "tokens", need, f"{len(tokens)} tokens")
-        vocab._number(tuple(tokens))
+        vocab.tokens = tuple(tokens)
         return vocab
 
     def __len__(self) -> int:
@@ -102,14 +103,7 @@ def encode(
 
 
 class Batch(NamedTuple):
-    """One training step.
-
-    Attributes:
-        source: (B,Tk) tokens.
-        source_lens: (B,).
-        target: (B,T) tokens.
-        target_lens: (B,).
-    """
+    """One training step: tokens (B,Tk) and (B,T), and their valid lengths (B,)."""
 
     source: Tensor
     source_lens: Tensor

@@ -15,7 +15,7 @@ import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["BEST", "LAST", "find", "fitting", "load", "save"]
+__all__ = ["BEST", "LAST", "find", "fitting", "last_validation", "load", "save"]
 
 BEST, LAST = "best.pt", "last.pt"
 
@@ -24,14 +24,7 @@ _COMPLETE = "be a complete file written by train"
 
 
 def save(payload: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint so that a kill at any moment leaves either the old or the new one.
-
-    It is written beside ``path``, synced to disk, then renamed over ``path``. It may hold tensors,
-    numbers, strings, lists and dicts of them.
-
-    Raises:
-        ValueError: the disk is full, or cannot be written; what is at ``path`` stays.
-    """
+    """Write tensors, numbers, strings, lists and dicts; a kill leaves the old or the new file."""
     beside = path.with_name(path.name + ".tmp")
     try:
         with beside.open("wb") as file:
@@ -59,9 +52,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     except Exception as error:  # torch and zipfile raise a dozen kinds for a broken file
         checks.reject(ValueError, "checkpoint", _COMPLETE, f"{path} ({_fault(path, error)})")
     if not isinstance(payload, dict) or payload.get("format") != _FORMAT:
-        found = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
+        actual = payload.get("format") if isinstance(payload, dict) else type(payload).__name__
         need = f"be written by train, in format {_FORMAT}"
-        checks.reject(ValueError, "checkpoint", need, f"{path} ({found})")
+        checks.reject(ValueError, "checkpoint", need, f"{path} ({actual})")
     return payload
 
 
@@ -89,6 +82,12 @@ def fitting(path: Path) -> Iterator[None]:
         lack = "without" if isinstance(error, KeyError) else "its contents do not fit:"
         reason = f"{path} ({lack} {textwrap.shorten(str(error), 200)})"
         checks.reject(ValueError, "checkpoint", _COMPLETE, reason)
+
+
+def last_validation(path: Path) -> dict[str, Any] | None:
+    """The validation of the last epoch in a checkpoint; None without the file."""
+    with fitting(path):
+        return load(path)["validations"][-1] if path.is_file() else None
 
 
 def find(where: Path) -> Path:

@@ -6,6 +6,7 @@ beam search.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -63,17 +64,10 @@ class StepDecoder(Decoder):
     def write(
         self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Greedy decoding in one call, if the decoder supports it.
+        """Greedy decoding in one call: tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk).
 
-        Args:
-            hidden: (L,B,H), for an LSTM a pair of those.
-            memory: of the B sources, from :meth:`memory`.
-            left_out: tokens that are never written.
-            max_steps: the longest target.
-
-        Returns:
-            Tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk); None if the caller has to
-            decode step by step.
+        The arguments are those of :meth:`step`, without a first token; tokens ``left_out`` are
+        never written, T is at most ``max_steps``. None: the caller has to decode step by step.
         """
         return None
 
@@ -82,13 +76,11 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
     """A recurrent decoder that attends to the source at every step.
 
     The query is the top layer's hidden state; the recurrent net reads the context, followed by the
-    token's embedding (Bahdanau, Cho and Bengio 2014). The keys are projected once
-    per call, not once per step.
+    token's embedding (Bahdanau, Cho and Bengio 2014). The keys are projected once per call.
 
     With the course's arguments its weights after ``torch.manual_seed`` are those of the course's
-    decoder up to 2022. The later one has lazy attention and output layers, which draw their weights
-    at the first call, after all others; here all weights are drawn when the module is made.
-    Dropout masks differ from the course's.
+    decoder up to 2022; the later one draws those of attention and output at the first call. Dropout
+    masks differ from the course's.
 
     Args:
         vocab_size: number of target tokens.
@@ -145,19 +137,19 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         self.rnn = recurrent(cell, embed_size + key_size, num_hiddens, num_layers, dropout)
         self.dense = nn.Linear(num_hiddens, vocab_size)
         self._attention_weights: list[Tensor] = []
+        # The course's LSTM version calls it attention_cell.
+        hook = partial(rename, "attention_cell.", "attention.")
+        self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
     def init_state(
         self, enc_outputs: tuple[Tensor, Hidden], enc_valid_lens: Tensor | None = None, *args: Any
     ) -> State:
-        """Make the first state.
+        """Make the first state ``[outputs (B,Tk,key_size), hidden, enc_valid_lens]``.
 
         Args:
             enc_outputs: outputs (Tk,B,key_size) and hidden state of the encoder.
             enc_valid_lens: (B,) or None.
             *args: ignored.
-
-        Returns:
-            ``[outputs (B,Tk,key_size), hidden, enc_valid_lens]``.
         """
         outputs, hidden = enc_outputs
         # Copied into (B,Tk,H) order once, since every step reads it.
@@ -185,7 +177,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         return decode_greedily(layers, hidden, memory, (BOS, EOS, PAD), left_out, max_steps)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """Decode given tokens.
+        """Decode tokens of a target.
 
         Args:
             X: (B,T) tokens, the first usually <bos>.
@@ -214,13 +206,6 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         # Weights inside an autograd graph can be neither copied nor pickled.
         detached = [weights.detach() for weights in self._attention_weights]
         return {**self.__dict__, "_attention_weights": detached}
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # The course's LSTM version calls it attention_cell.
-        rename(state_dict, f"{prefix}attention_cell.", f"{prefix}attention.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class Seq2SeqDecoder(StepDecoder):
@@ -283,7 +268,7 @@ class Seq2SeqDecoder(StepDecoder):
         return features.squeeze(0), None, hidden
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
-        """Decode given tokens, all steps in one call of the recurrent net.
+        """Decode tokens of a target, all steps in one call of the recurrent net.
 
         Args:
             X: (B,T) tokens, the first usually <bos>.

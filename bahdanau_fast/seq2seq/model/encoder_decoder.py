@@ -5,6 +5,7 @@ Sizes: B batch, T steps, Tk source length, E embedding, H hidden units, L layers
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,20 +14,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bahdanau_fast import checks
 
-__all__ = [
-    "AttentionDecoder",
-    "Decoder",
-    "Encoder",
-    "EncoderDecoder",
-    "Hidden",
-    "Seq2SeqEncoder",
-    "init_xavier",
-]
-
 Hidden: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """The state of a recurrent net: (L,B,H), or for an LSTM a pair (h, c) of those."""
-
-_CELLS: dict[str, type[nn.GRU] | type[nn.LSTM]] = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Encoder(nn.Module):
@@ -95,15 +84,13 @@ def recurrent(
     bidirectional: bool = False,
 ) -> nn.GRU | nn.LSTM:
     """A GRU or LSTM; arguments as for :class:`Seq2SeqEncoder`."""
-    if cell not in _CELLS:
-        known = " or ".join(repr(name) for name in _CELLS)
-        checks.reject(ValueError, "cell", f"be {known}", repr(cell))
+    if cell not in ("gru", "lstm"):
+        checks.reject(ValueError, "cell", "be 'gru' or 'lstm'", repr(cell))
     checks.probability("dropout", dropout)
+    kind = nn.GRU if cell == "gru" else nn.LSTM
     # Dropout is between layers: with a single layer PyTorch would warn.
-    between = dropout if num_layers > 1 else 0.0
-    return _CELLS[cell](
-        input_size, num_hiddens, num_layers, dropout=between, bidirectional=bidirectional
-    )
+    options = {"dropout": dropout if num_layers > 1 else 0.0, "bidirectional": bidirectional}
+    return kind(input_size, num_hiddens, num_layers, **options)
 
 
 class Seq2SeqEncoder(Encoder):
@@ -163,6 +150,9 @@ class Seq2SeqEncoder(Encoder):
         if bidirectional:
             parts = 2 if cell == "lstm" else 1
             self.bridge = nn.ModuleList(nn.Linear(num_hiddens, num_hiddens) for _ in range(parts))
+        # The course's later encoders wrap the recurrent net in another module.
+        hook = partial(rename, "rnn.rnn.", "rnn.")
+        self.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
     def forward(self, X: Tensor, *args: Any) -> tuple[Tensor, Hidden]:
         """Read a source.
@@ -186,23 +176,17 @@ class Seq2SeqEncoder(Encoder):
             return outputs, hidden
         parts = hidden if isinstance(hidden, tuple) else (hidden,)
         # PyTorch stores the directions of a layer one after the other, the backward one second.
-        first = [
-            torch.tanh(layer(part[1::2])) for layer, part in zip(self.bridge, parts, strict=True)
-        ]
+        pairs = zip(self.bridge, parts, strict=True)
+        first = [torch.tanh(layer(part[1::2])) for layer, part in pairs]
         return outputs, first[0] if len(first) == 1 else (first[0], first[1])
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # The course's later encoders wrap the recurrent net in another module.
-        rename(state_dict, f"{prefix}rnn.rnn.", f"{prefix}rnn.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-
-def rename(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Replace the prefix ``old`` of all keys by ``new``, in place."""
-    for key in [key for key in state_dict if key.startswith(old)]:
-        state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
+def rename(
+    old: str, new: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Before a module loads a state: keys that begin with ``old`` shall begin with ``new``."""
+    for key in [key for key in state_dict if key.startswith(prefix + old)]:
+        state_dict[prefix + new + key.removeprefix(prefix + old)] = state_dict.pop(key)
 
 
 def init_xavier(module: nn.Module) -> None:

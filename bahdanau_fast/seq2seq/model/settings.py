@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,24 +81,16 @@ TRAINING = Settings(
 def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
     """A new model for these vocabularies, with weights drawn from ``settings.seed``."""
     sizes = (settings.embed_size, settings.num_hiddens, settings.num_layers)
-    arguments = (*sizes, settings.dropout, settings.cell)
-    dropout = settings.embed_dropout
+    args = (*sizes, settings.dropout, settings.cell)
+    both: dict[str, Any] = {"embed_dropout": settings.embed_dropout}
+    decoder: StepDecoder
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        encoder = Seq2SeqEncoder(
-            len(vocabs.source_vocab),
-            *arguments,
-            bidirectional=settings.bidirectional,
-            embed_dropout=dropout,
-            packed=True,
-        )
-        decoder: StepDecoder
-        targets, keys = len(vocabs.target_vocab), encoder.output_size
+        bidirectional, source = settings.bidirectional, len(vocabs.source_vocab)
+        encoder = Seq2SeqEncoder(source, *args, bidirectional=bidirectional, packed=True, **both)
         if settings.attention == "none":
-            decoder = Seq2SeqDecoder(targets, *arguments, embed_dropout=dropout)
+            decoder = Seq2SeqDecoder(len(vocabs.target_vocab), *args, **both)
         else:
-            kind = settings.attention
-            decoder = Seq2SeqAttentionDecoder(
-                targets, *arguments, embed_dropout=dropout, attention=kind, key_size=keys
-            )
+            both |= {"attention": settings.attention, "key_size": encoder.output_size}
+            decoder = Seq2SeqAttentionDecoder(len(vocabs.target_vocab), *args, **both)
         return EncoderDecoder(encoder, decoder).apply(init_xavier)

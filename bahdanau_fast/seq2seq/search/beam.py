@@ -58,19 +58,12 @@ class Beam:
 
 
 class Step(NamedTuple):
-    """The hypotheses of a search after one of its steps, the best first.
+    """The hypotheses of a search after one of its steps, the best first; as :class:`Hypotheses`."""
 
-    Attributes:
-        tokens: (B,K), the last of each; <pad> behind <eos>.
-        parents: (B,K), the place of what it continues among the hypotheses of the step before.
-        scores: (B,K); -inf where there were fewer than K hypotheses.
-        weights: (B,K,Tk), where it looked for that token, or None from a decoder without attention.
-    """
-
-    tokens: Tensor
-    parents: Tensor
+    tokens: Tensor  # (B,K), the last of each
+    parents: Tensor  # (B,K), the ranks of what they continue in the step before
     scores: Tensor
-    weights: Tensor | None
+    weights: Tensor | None  # (B,K,Tk), of the last tokens
 
 
 class Hypotheses(NamedTuple):
@@ -228,12 +221,12 @@ def _trace(
 ) -> Hypotheses:
     """Trace every hypothesis back from the last step to the first."""
     at = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
-    found_tokens, found_weights = [], []
+    traced, looked = [], []
     for step in reversed(range(len(tokens))):
-        found_tokens.append(tokens[step].gather(1, at))
+        traced.append(tokens[step].gather(1, at))
         at = parents[step].gather(1, at)
         if weights:
             index = at.unsqueeze(-1).expand(-1, -1, weights[step].shape[-1])
-            found_weights.append(weights[step].gather(1, index))
-    stacked = torch.stack(found_weights[::-1], 2) if found_weights else None
-    return Hypotheses(torch.stack(found_tokens[::-1], 2), scores, stacked)
+            looked.append(weights[step].gather(1, index))
+    stacked = torch.stack(looked[::-1], 2) if looked else None
+    return Hypotheses(torch.stack(traced[::-1], 2), scores, stacked)

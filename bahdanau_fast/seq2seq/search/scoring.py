@@ -6,12 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.extras import require
 
-__all__ = ["CorpusScores", "bleu", "corpus_scores", "require_sacrebleu"]
+__all__ = ["CorpusScores", "bleu", "corpus_scores"]
 
 
 def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float:
@@ -57,11 +56,6 @@ class CorpusScores:
     signature: str
 
 
-def require_sacrebleu() -> Any:
-    """Import sacrebleu, or say how to install it."""
-    return require("sacrebleu", "BLEU needs")
-
-
 def corpus_scores(
     hypotheses: Sequence[str], references: Sequence[str], *, chinese: bool = False
 ) -> CorpusScores:
@@ -76,7 +70,7 @@ def corpus_scores(
         ModuleNotFoundError: sacrebleu is not installed.
         ValueError: nothing to score, or lengths that differ.
     """
-    sacrebleu = require_sacrebleu()
+    sacrebleu = require("sacrebleu", "BLEU needs")
     if not hypotheses or len(hypotheses) != len(references):
         need = f"be as many as references, {len(references)}, and at least one"
         checks.reject(ValueError, "hypotheses", need, len(hypotheses))

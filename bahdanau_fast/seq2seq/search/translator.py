@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.corpus import RawPair, TextSettings, guess_tokens, join, tokenize
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, Vocabs, encode
 from bahdanau_fast.seq2seq.model import checkpoints
@@ -18,32 +19,14 @@ from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.beam import Beam, Step, beam_search, started
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
 
-__all__ = [
-    "Alive",
-    "Scores",
-    "Translation",
-    "Translator",
-    "greedy",
-    "settings_of",
-    "translate",
-    "vocabs_of",
-]
-
 
 class Alive(NamedTuple):
-    """A hypothesis after one step of a search.
+    """A hypothesis after one step of a search."""
 
-    Attributes:
-        token: its last; None behind <eos>.
-        parent: the place of what it continues among the hypotheses of the step before.
-        score: as :class:`Beam` has it.
-        weights: of its last token, over the source tokens and, if it was read, <eos>.
-    """
-
-    token: str | None
-    parent: int
+    token: str | None  # its last; None behind <eos>
+    parent: int  # the rank of what it continues in the step before
     score: float
-    weights: list[float]
+    weights: list[float]  # of its last token, over the source tokens and, if it was read, <eos>
 
 
 @dataclass(frozen=True)
@@ -67,6 +50,20 @@ class Translation:
     score: float | None = None
     end_weights: Tensor | None = None
     steps: list[list[Alive]] | None = None
+
+
+def shown(translation: Translation) -> tuple[list[str], Tensor]:
+    """Source tokens and weights (target, source) to show; with <eos>, if read: rows sum to one."""
+    source, tokens, weights = translation.source, translation.tokens, translation.weights
+    if weights is None or not source or not tokens:
+        need = "have attention weights and at least one token on either side"
+        checks.reject(ValueError, "translations", need, f"{len(tokens)} tokens")
+    if tuple(weights.shape) != (len(tokens), len(source)):
+        need = f"have shape (target tokens, source tokens), {(len(tokens), len(source))}"
+        checks.reject(ValueError, "weights", need, tuple(weights.shape))
+    if translation.end_weights is None:
+        return source, weights
+    return [*source, "<eos>"], torch.cat((weights, translation.end_weights.unsqueeze(1)), 1)
 
 
 @torch.inference_mode()
@@ -161,18 +158,16 @@ def translate(
         if beam is None:
             tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
         else:
-            found = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
-            tokens, scores = found.tokens[:, 0], found.scores[:, 0].tolist()
-            steps = found.steps
-            weights = None if found.weights is None else found.weights[:, 0]
-        looked = [None] * len(chosen) if weights is None else weights.cpu()
-        rows = zip(chosen, tokens.tolist(), looked, scores, strict=True)
-        for n, (i, row, of_row, score) in enumerate(rows):
+            best = beam_search(model, source, lens, max_steps, beam, unknown=unknown)
+            tokens, scores, steps = best.tokens[:, 0], best.scores[:, 0].tolist(), best.steps
+            weights = None if best.weights is None else best.weights[:, 0]
+        weights = None if weights is None else weights.cpu()
+        for n, (i, row, score) in enumerate(zip(chosen, tokens.tolist(), scores, strict=True)):
             length = next((j for j, token in enumerate(row) if token in (EOS, PAD)), len(row))
             read, inner, end = list(texts[i])[:num_steps], None, None
-            if of_row is not None:
-                inner = of_row[:length, : len(read)].clone()
-                end = of_row[:length, len(read)].clone() if len(read) < num_steps else None
+            if weights is not None:
+                inner = weights[n, :length, : len(read)].clone()
+                end = weights[n, :length, len(read)].clone() if len(read) < num_steps else None
             words = target_vocab.to_tokens(row[:length])
             alive = [_alive(step, n, target_vocab, len(read) + 1) for step in steps] or None
             results[i] = Translation(read, words, inner, score, end, alive)
@@ -238,16 +233,14 @@ class Translator:
             model = build_model(vocabs, settings)
             model.load_state_dict(payload["model"])
             source_kind, target_kind = payload["kinds"]
-        kinds = (source_kind, target_kind)
-        return cls(model.to(device), *vocabs, settings, text, kinds)
+        return cls(model.to(device), *vocabs, settings, text, (source_kind, target_kind))
 
     def translate(
         self, sentences: Sequence[str], beam: Beam | None = None, batch_size: int = 256
     ) -> list[Translation]:
         """Translate plain sentences, greedily without a beam; translations hold no <unk>."""
         texts = [tokenize(sentence, self.kinds[0]) for sentence in sentences]
-        steps = self.text.num_steps
-        vocabs = (self.source_vocab, self.target_vocab)
+        steps, vocabs = self.text.num_steps, (self.source_vocab, self.target_vocab)
         return translate(self.model, texts, *vocabs, steps, steps, batch_size, beam, unknown=False)
 
     def joined(self, translation: Translation) -> str:

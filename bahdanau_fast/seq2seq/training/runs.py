@@ -20,18 +20,9 @@ from bahdanau_fast.seq2seq.extras import require
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.checkpoints import BEST, LAST
 from bahdanau_fast.seq2seq.model.settings import METRICS, Settings, build_model
-from bahdanau_fast.seq2seq.search.scoring import require_sacrebleu
 from bahdanau_fast.seq2seq.search.translator import Translator, settings_of, vocabs_of
-from bahdanau_fast.seq2seq.training.trainer import (
-    ALONE,
-    History,
-    Progress,
-    Trainer,
-    World,
-    all_batches,
-    plain,
-    total_steps,
-)
+from bahdanau_fast.seq2seq.training import trainer
+from bahdanau_fast.seq2seq.training.trainer import ALONE, History, Progress, Trainer, World
 
 __all__ = ["Run", "described"]
 
@@ -40,22 +31,11 @@ _TRANSLATED = 1000
 
 
 class Run:
-    """One training, from its data to its checkpoints.
+    """One training in the folder ``out``; of several processes only that of rank 0 writes.
 
-    Of several processes only that of rank 0 validates, writes and prints.
-
-    Args:
-        out: folder of the checkpoints.
-        settings: of the model and its training.
-        text: of the data.
-        world: the processes that train together.
-        resume: continue from the last checkpoint in ``out``; then ``settings`` and ``text`` must be
-            those of :meth:`settings_of`, except for more epochs.
-        save_every: steps between checkpoints within an epoch; 0: only at the end of each epoch.
-        tensorboard: write scalars to ``out/tensorboard``.
-
-    Attributes:
-        best: the validation of the epoch in ``best.pt``; None before the first.
+    With ``resume``, ``settings`` and ``text`` must be those of :meth:`settings_of`, except for more
+    epochs. ``save_every`` are the steps between checkpoints within an epoch, 0: none. ``best`` is
+    the validation of the epoch in ``best.pt``.
     """
 
     def __init__(
@@ -74,17 +54,19 @@ class Run:
         self.corpus = Corpus.of(text)
         validated = self.corpus.parts.validation
         if validated:
-            require_sacrebleu()
+            require("sacrebleu", "BLEU needs")
         payload = checkpoints.load(out / LAST) if resume else None
         with checkpoints.fitting(out / LAST):
             vocabs = None if payload is None else self._continued(payload)
         self.pairs = self.corpus.encode(self.corpus.parts.train, text, vocabs)
         vocabs = Vocabs(self.pairs.source_vocab, self.pairs.target_vocab)
         self.validated = self.corpus.encode(validated, text, vocabs) if validated else None
-        self.best = self._held() if resume else None
+        self.best = checkpoints.last_validation(out / BEST) if resume else None
         model = build_model(vocabs, settings).to(world.device)
         self.translator = Translator(model, *vocabs, settings, text, self.corpus.kinds)
-        self.trainer = Trainer(model, settings, total_steps(self.pairs, settings, world), world)
+        self.trainer = Trainer(
+            model, settings, trainer.total_steps(self.pairs, settings, world), world
+        )
         if payload is not None:
             with checkpoints.fitting(out / LAST):
                 self.trainer.load_state_dict(payload)
@@ -96,12 +78,6 @@ class Run:
             # Drop the scalars of steps that are repeated after a resume.
             done = len(self.history.losses)
             self.board = SummaryWriter(str(out / "tensorboard"), purge_step=done)
-
-    def _held(self) -> dict[str, Any] | None:
-        """The validation of the epoch in ``best.pt``."""
-        best = self.out / BEST
-        with checkpoints.fitting(best):
-            return checkpoints.load(best)["validations"][-1] if best.is_file() else None
 
     def _continued(self, payload: dict[str, Any]) -> Vocabs:
         """The vocabularies of a training to resume; its data and processes must be the same."""
@@ -125,15 +101,16 @@ class Run:
         return self.trainer.history
 
     def train(self, *, progress: bool = True, file: TextIO | None = None) -> History:
-        """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on.
-
-        Lines of progress go to ``file``, the standard output unless given.
-        """
+        """Train to the last epoch; ``out`` holds a loadable checkpoint from the first step on."""
         first, done = self.world.rank == 0, len(self.history.losses)
         if first:
-            self._begin(done)
+            self.out.mkdir(parents=True, exist_ok=True)
+            if done == 0:
+                self._save(LAST)
+                (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
+                self.best = None
         with closing(Progress(self.trainer, progress and first, file)) as show:
-            for epoch, batch in all_batches(self.pairs, self.settings, done, self.world):
+            for epoch, batch in trainer.all_batches(self.pairs, self.settings, done, self.world):
                 self.trainer.step(batch)
                 show.update(epoch)
                 if first:
@@ -142,27 +119,30 @@ class Run:
             self.board.close()
         return self.history
 
-    def _begin(self, done: int) -> None:
-        """Bring the folder into its state before the next step."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        if done == 0:
-            self._save(LAST)
-            (self.out / BEST).unlink(missing_ok=True)  # of the training that is replaced
-            self.best = None
-
     def _after_step(self, epoch: int, show: Progress) -> None:
-        done = len(self.history.losses)
-        self._scalars(done)
-        if self.trainer.epoch_ended:
-            if self.validated is not None:
-                result = self._validate(epoch, self.validated, done)
-                chosen = "; the best so far" if self._keep_best() else ""
-                show.say(f"  validation: {described(result)}{chosen}")
-            self._save(LAST)
-        elif self.save_every and done % self.save_every == 0:
+        history, done = self.history, len(self.history.losses)
+        self._scalars(
+            "train",
+            loss=history.losses[-1],
+            tokens_per_second=history.tokens[-1] / history.seconds[-1],
+            learning_rate=float(self.trainer.schedule.get_last_lr()[0]),
+        )
+        if self.trainer.epoch_ended and self.validated is not None:
+            result = self._validate(epoch, self.validated)
+            better = self.best is None or self._rank(result) > self._rank(self.best)
+            if better:
+                self._save(BEST)
+                self.best = result
+            show.say(f"  validation: {described(result)}{'; the best so far' if better else ''}")
+        if self.trainer.epoch_ended or (self.save_every and done % self.save_every == 0):
             self._save(LAST)
 
-    def _validate(self, epoch: int, encoded: Pairs, done: int) -> dict[str, Any]:
+    def _rank(self, validation: Mapping[str, float]) -> tuple[float, ...]:
+        """Greater is better; the loss decides between equal scores: first epochs have BLEU 0."""
+        metric, loss = self.settings.best_metric, -validation["loss"]
+        return (loss,) if metric == "loss" else (validation[metric], loss)
+
+    def _validate(self, epoch: int, encoded: Pairs) -> dict[str, Any]:
         """Loss, BLEU and chrF of this epoch, added to the history."""
         loss = validation_loss(self.trainer, encoded)
         if not math.isfinite(loss):
@@ -175,29 +155,14 @@ class Run:
         scores = self.translator.score(pairs, translations).corpus
         result = {"epoch": epoch + 1, "loss": loss, "bleu": scores.bleu, "chrf": scores.chrf}
         self.history.validations.append(result)
-        if self.board is not None:
-            for name in METRICS:
-                self.board.add_scalar(f"validation/{name}", result[name], done)
+        self._scalars("validation", **{name: result[name] for name in METRICS})
         return result
 
-    def _keep_best(self) -> bool:
-        """Write ``best.pt`` if the last epoch is better; True if it is."""
-        last = self.history.validations[-1]
-        metric = self.settings.best_metric
-        better = self.best is None or goodness(last, metric) > goodness(self.best, metric)
-        if better:
-            self._save(BEST)
-            self.best = last
-        return better
-
-    def _scalars(self, done: int) -> None:
-        if self.board is None:
-            return
-        history = self.history
-        speed = history.tokens[-1] / history.seconds[-1]
-        self.board.add_scalar("train/loss", history.losses[-1], done)
-        self.board.add_scalar("train/tokens_per_second", speed, done)
-        self.board.add_scalar("train/learning_rate", self.trainer.schedule.get_last_lr()[0], done)
+    def _scalars(self, group: str, **values: float) -> None:
+        """Numbers for TensorBoard, where it is wanted."""
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(f"{group}/{name}", value, len(self.history.losses))
 
     def _save(self, name: str) -> None:
         payload = {
@@ -214,36 +179,19 @@ class Run:
 
 
 def described(validation: Mapping[str, float]) -> str:
-    """Metrics of the validation set as text.
-
-    >>> described({"epoch": 2, "loss": 2.1712, "bleu": 22.084, "chrf": 19.75})
-    'loss 2.171, BLEU 22.08, chrF 19.75'
-    """
-    return ", ".join(
-        f"{written} {plain(validation[name]) if name == 'loss' else f'{validation[name]:.2f}'}"
-        for name, written in METRICS.items()
-    )
-
-
-def goodness(validation: Mapping[str, float], metric: str) -> tuple[float, ...]:
-    """Sort key of epochs, greater is better; the loss decides between equal scores.
-
-    BLEU is 0 in the first epochs of many trainings: without the loss the first would be kept.
-
-    >>> goodness({"loss": 2.0, "bleu": 0.0}, "bleu") < goodness({"loss": 1.5, "bleu": 0.0}, "bleu")
-    True
-    """
-    loss = -validation["loss"]
-    return (loss,) if metric == "loss" else (validation[metric], loss)
+    """Metrics of the validation set as text."""
+    texts = {"loss": trainer.plain(validation["loss"])}
+    texts |= {name: f"{validation[name]:.2f}" for name in METRICS if name != "loss"}
+    return ", ".join(f"{METRICS[name]} {text}" for name, text in texts.items())
 
 
 @torch.no_grad()
-def validation_loss(trainer: Trainer, pairs: Pairs) -> float:
+def validation_loss(trained: Trainer, pairs: Pairs) -> float:
     """Mean cross-entropy per target token: all pairs, evaluation mode, teacher forcing."""
-    trainer.model.eval()
+    trained.model.eval()
     losses: list[Tensor] = []
     for batch in batches(pairs, 256, seed=0):
-        moved = Batch(*(tensor.to(trainer.world.device) for tensor in batch))
-        losses.append(trainer.loss(moved) * batch.target.shape[1])
-    trainer.model.train()
+        moved = Batch(*(tensor.to(trained.world.device) for tensor in batch))
+        losses.append(trained.loss(moved) * batch.target.shape[1])
+    trained.model.train()
     return float(torch.stack(losses).sum()) / int(pairs.tensors.target_lens.sum())

@@ -23,21 +23,6 @@ from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.data.pairs import BOS, Batch, Pairs, batches
 from bahdanau_fast.seq2seq.model.settings import Settings
 
-__all__ = [
-    "ALONE",
-    "Progress",
-    "Trainer",
-    "World",
-    "all_batches",
-    "join",
-    "masked_cross_entropy",
-    "plain",
-    "shard",
-    "shift_right",
-    "total_steps",
-    "train",
-]
-
 CHUNK = 2**20  # logits that fit the caches of a CPU
 _SILENCE = 60.0  # the most seconds without a line where there is no bar
 
@@ -65,29 +50,17 @@ def masked_cross_entropy(
     # vocabulary takes several times as long and copies all logits. On the CPU a chunk of rows at a
     # time, which takes half the time, since what backward needs of a loss stays in the caches.
     rows = max(1, CHUNK // logits.shape[-1]) if logits.is_cpu else max(1, labels.numel())
-    per_token = torch.cat(
-        [
-            F.cross_entropy(chosen, truth, reduction="none", label_smoothing=label_smoothing)
-            for chosen, truth in zip(
-                logits.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True
-            )
-        ]
-    ).view_as(labels)
+    chunks = zip(logits.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True)
+    losses = [
+        F.cross_entropy(*c, reduction="none", label_smoothing=label_smoothing) for c in chunks
+    ]
     valid = torch.arange(labels.shape[1], device=labels.device) < valid_lens.unsqueeze(1)
-    return (per_token * valid).mean(1)
-
-
-def shift_right(target: Tensor) -> Tensor:
-    """Decoder input for teacher forcing: (B,T) with <bos> in front, without the last token."""
-    return F.pad(target[:, :-1], (1, 0), value=BOS)
+    return (torch.cat(losses).view_as(labels) * valid).mean(1)
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank and number of the processes that train together, and the device of this one.
-
-    Rank 0 prints and writes.
-    """
+    """Rank and number of the processes that train together, and the device of this one."""
 
     rank: int = 0
     size: int = 1
@@ -100,10 +73,7 @@ ALONE = World()
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Join the processes of ``torchrun``, if any: gloo on the CPU, NCCL on GPUs.
-
-    Under torchrun, "cuda" is the GPU of the process's local rank.
-    """
+    """Join the processes of ``torchrun``, if any: gloo on the CPU, NCCL on a GPU for each."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -120,41 +90,22 @@ def join(device: str) -> Iterator[World]:
 
 
 def shard(batch: Batch, world: World) -> Batch:
-    """The rows of one process, every ``size``-th, as wide as the whole batch.
-
-    If there are fewer rows than processes, the remaining processes get a row with target length 0,
-    which adds nothing to a loss.
-    """
-    if world.size == 1:
-        return batch
+    """The rows of one process, every ``size``-th, as wide as the whole batch."""
     if world.rank < len(batch.source):
         return Batch(*(tensor[world.rank :: world.size] for tensor in batch))
+    # There are fewer rows than processes: a row of length 0 adds nothing to a loss.
     source, source_lens, target, target_lens = (tensor[:1] for tensor in batch)
     return Batch(source, source_lens, target, torch.zeros_like(target_lens))
 
 
-def total(values: Tensor, world: World) -> Tensor:
-    """The sum over all processes, in place."""
-    if world.size > 1:
-        dist.all_reduce(values)
-    return values
-
-
 @dataclass
 class History:
-    """Losses, times and validations of a training.
-
-    Attributes:
-        losses: per step, cross-entropy per target token, smoothing included.
-        seconds: per step, wall time.
-        tokens: per step, target tokens of all processes.
-        validations: per epoch, ``{"epoch", "loss", "bleu", "chrf"}`` on the validation part.
-    """
+    """Steps (loss per target token, wall time, target tokens) and epochs of a training."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    validations: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)  # epoch, loss, bleu, chrf
 
     @property
     def tokens_per_second(self) -> float:
@@ -177,8 +128,7 @@ class Trainer:
     ) -> None:
         self.model, self.settings, self.world = model.train(), settings, world
         self.total_steps = total_steps
-        # All gradients are summed at once, when the last step of the decoder has given its share.
-        self.net = DistributedDataParallel(model) if self.world.size > 1 else model
+        self.net = DistributedDataParallel(model) if world.size > 1 else model
         self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.history = History()
@@ -208,7 +158,9 @@ class Trainer:
             (summed * self.world.size).backward()
         tokens = batch.target_lens.sum()
         sums = torch.stack((summed.detach().double() * batch.target.shape[1], tokens.double()))
-        loss_sum, token_sum = total(sums, self.world).tolist()
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        loss_sum, token_sum = sums.tolist()
         loss: float = loss_sum / max(token_sum, 1.0)
         if not math.isfinite(loss):
             at = f"{loss} at step {len(self.history.losses) + 1} (a lower lr may help)"
@@ -224,10 +176,10 @@ class Trainer:
     def loss(self, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
         """Loss summed over the batch, averaged over all T steps of each row; autocast with bf16."""
         source, source_lens, target, target_lens = batch
-        device = self.world.device.type
+        shifted = F.pad(target[:, :-1], (1, 0), value=BOS)
         net = self.net if self.model.training else self.model  # only one process validates
-        with _autocast(device, self.settings.bf16):
-            logits, _ = net(source, shift_right(target), source_lens)
+        with _autocast(self.world.device.type, self.settings.bf16):
+            logits, _ = net(source, shifted, source_lens)
         if logits.dtype == torch.bfloat16:
             logits = logits.float()
         return masked_cross_entropy(logits, target, target_lens, label_smoothing).sum()
@@ -244,22 +196,20 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings for :meth:`load_state_dict`."""
-        history = self.history
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "losses": torch.tensor(history.losses, dtype=torch.float64),
-            "seconds": torch.tensor(history.seconds, dtype=torch.float64),
-            "tokens": torch.tensor(history.tokens, dtype=torch.long),
-            "validations": history.validations,
+            "losses": torch.tensor(self.history.losses, dtype=torch.float64),
+            "seconds": torch.tensor(self.history.seconds, dtype=torch.float64),
+            "tokens": torch.tensor(self.history.tokens, dtype=torch.long),
+            "validations": self.history.validations,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state of another trainer with the same settings."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for name in ("model", "optimizer", "schedule"):
+            getattr(self, name).load_state_dict(state[name])
         for name in ("losses", "seconds", "tokens"):
             getattr(self.history, name)[:] = state[name].tolist()
         self.history.validations[:] = state["validations"]
@@ -267,21 +217,14 @@ class Trainer:
 
 @contextmanager
 def _autocast(device: str, bf16: bool) -> Iterator[None]:
-    """Autocast to bfloat16 where asked for.
-
-    Torch 2.13 asks oneDNN for its LSTM in bfloat16 also on processors where that has none; there
-    it does without oneDNN.
-    """
+    """Autocast to bfloat16 with ``bf16``."""
     mkldnn = torch.backends.mkldnn
-    without = (
-        bf16
-        and device == "cpu"
-        and mkldnn.is_available()
-        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    # Torch 2.13 wants oneDNN's LSTM in bfloat16 also on processors where that has none.
+    lacks = bf16 and device == "cpu" and mkldnn.is_available()
+    lacks = lacks and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     with (
         torch.autocast(device, torch.bfloat16, enabled=bf16),
-        mkldnn.flags(enabled=False) if without else nullcontext(),
+        mkldnn.flags(enabled=False) if lacks else nullcontext(),
     ):
         yield
 
@@ -313,10 +256,7 @@ def plain(loss: float) -> str:
 
 
 class Progress:
-    """A tqdm bar on a terminal; otherwise (a log, or no tqdm) lines in ``file``.
-
-    One ends an epoch; a long one has some more, a minute apart.
-    """
+    """A tqdm bar on a terminal; otherwise lines in ``file``, at least one an epoch and a minute."""
 
     def __init__(self, trainer: Trainer, enabled: bool = True, file: TextIO | None = None) -> None:
         self.trainer, self.enabled, self.file = trainer, enabled, file or sys.stdout
@@ -332,15 +272,15 @@ class Progress:
 
     def update(self, epoch: int) -> None:
         """Count one more step, of an epoch from 0."""
-        epochs, done = self.trainer.settings.epochs, len(self.trainer.history.losses)
+        epochs, steps = self.trainer.settings.epochs, self.trainer.total_steps
         if self.bar is not None:
             self.bar.set_postfix_str(self._figures(20), refresh=False)
             self.bar.update()
         elif self.trainer.epoch_ended:
-            figures = self._figures(self.trainer.total_steps // epochs)
-            self.say(f"epoch {epoch + 1}/{epochs}  {figures}")
+            self.say(f"epoch {epoch + 1}/{epochs}  {self._figures(steps // epochs)}")
         elif time.monotonic() - self._said > _SILENCE:
-            self.say(f"step {done:,} of {self.trainer.total_steps:,}  {self._figures(20)}")
+            done = len(self.trainer.history.losses)
+            self.say(f"step {done:,} of {steps:,}  {self._figures(20)}")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
