@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .bench import Runner
+from .cases import TITLES, cases
+from .machine import machine, rows_text, slug
 from .page import of_machine
 from .tables import row_table
-from .timing.machine import machine, rows_text, slug
-from .workloads.shapes import TITLES, cases
 
 
 def measure(runner: Runner, only: str | None = None) -> list[dict[str, Any]]:

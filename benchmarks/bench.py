@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from . import host
+from .cases import Case, draw
 from .contestants import registry
 from .contestants.baselines import Unavailable
 from .contestants.parity import Oracle, Verdict, build_in
 from .contestants.provider import Provider, eager_too_large
+from .measure import MemoryRead, interleave
 from .tables import Packed
-from .timing.measure import MemoryRead, interleave
-from .timing.worker import Worker, WorkerError
-from .workloads.shapes import Case, draw
+from .worker import Worker, WorkerError
 
 READ = "DRAM read"
 

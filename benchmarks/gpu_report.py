@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .gpu.rows import COPY, RESULTS, TIMES, of_report, right
-from .timing.worker import Worker, WorkerError
+from .worker import Worker, WorkerError
 
 SOURCE, MACHINE = f"{__package__}.gpu.stages", f"{__package__}.gpu.machine:machine"
 

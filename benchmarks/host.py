@@ -24,11 +24,11 @@ import torch
 import bahdanau_fast as bf
 from bahdanau_fast import kernels
 
+from .cases import Case, Shape, draw
 from .contestants.baselines import CourseAttention
+from .measure import interleave, seconds_per_call
 from .tables import Packed
-from .timing.measure import interleave, seconds_per_call
-from .timing.worker import ROOT, Worker
-from .workloads.shapes import Case, Shape, draw
+from .worker import ROOT, Worker
 
 OWN, ON_CPU = "d2l eager", "ours module"
 ROUTES = {"ours, CUDA C++": "cuda", "ours, Triton": "triton"}

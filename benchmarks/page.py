@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from . import front
+from .cases import SUBJECT, Shape
 from .contestants.peers import PROVIDERS as LIBRARIES
 from .gpu import rows, summary
 from .measured import Run, about, chosen, name_of, runs
 from .tables import markdown, milliseconds, processor, shape_text
-from .timing.worker import ROOT
-from .workloads.shapes import SUBJECT, Shape
+from .worker import ROOT
 
 RESULTS = rows.RESULTS
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

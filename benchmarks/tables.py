@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .workloads.shapes import MODES
+from .cases import MODES
 
 Packed = dict[str, Any]  # a row, as bench writes it in JSON
 

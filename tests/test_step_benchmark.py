@@ -11,7 +11,7 @@ import torch
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.registry import by_name
 from benchmarks.gpu.figures import GpuCase, inputs_of, synchronize
-from benchmarks.workloads.shapes import STEPS_ON_MEMORY
+from benchmarks.cases import STEPS_ON_MEMORY
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from bahdanau_fast import parity, reference
 
-from ..timing.worker import Worker
-from ..workloads.shapes import DECODE_STEPS, Inputs, Shape, draw
+from ..cases import DECODE_STEPS, Inputs, Shape, draw
+from ..worker import Worker
 from . import rounding
 from .provider import Group, Provider, Runnable, decode
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..workloads.shapes import Inputs
+from ..cases import Inputs
 from .baselines import MASKED, Unavailable, rewrite
 from .provider import Builder, Outputs, Provider, Runnable
 

@@ -11,7 +11,7 @@ loop        DECODE_STEPS dependent steps on the same keys, one projection of the
 =========== ==========================================================================
 
 Every call returns context and weights; a loop the sum of its contexts and the last weights. Inputs
-and shapes are in ``workloads.shapes``; ``parity`` verifies a call, ``timing`` times it.
+and shapes are in ``cases``; ``parity`` verifies a call, ``measure`` times it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..workloads.shapes import DECODE_STEPS, Inputs, Shape
+from ..cases import DECODE_STEPS, Inputs, Shape
 
 TASKS = ("full", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer", "expert"]

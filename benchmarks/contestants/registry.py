@@ -16,7 +16,7 @@ from bahdanau_fast.backends.route import is_cuda_step
 from bahdanau_fast.call import Call
 from bahdanau_fast.memory import ProjectedKeys, project
 
-from ..workloads.shapes import Inputs
+from ..cases import Inputs
 from . import peers
 from .baselines import CourseAttention, compiled, course_attend, rewrite
 from .provider import TASKS, Attention, Builder, Outputs, Provider, Runnable, decode, function

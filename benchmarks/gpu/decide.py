@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .hour.constants import SWEEPS, WITHIN, Sweep
-from .hour.runner import is_wrong
+from .constants import SWEEPS, WITHIN, Sweep
+from .runner import is_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS, SUFFIXES = ("bahdanau_fast", "kernels", "csrc"), {".py", ".h", ".cpp", ".cu"}

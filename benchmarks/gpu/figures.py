@@ -14,11 +14,11 @@ from torch import Tensor
 
 from bahdanau_fast import backends
 
+from ..cases import SUBJECT, Inputs, Shape, draw
 from ..contestants.parity import Oracle, prepare
 from ..contestants.provider import Provider
 from ..contestants.registry import by_name
-from ..timing.measure import GpuCall, captured, interleave
-from ..workloads.shapes import SUBJECT, Inputs, Shape, draw
+from ..measure import GpuCall, captured, interleave
 from . import rows
 
 NAN = float("nan")

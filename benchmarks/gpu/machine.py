@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from ..timing.worker import Row
+from ..worker import Row
 
 
 def missing() -> str | None:
@@ -39,7 +39,7 @@ def machine(device: str) -> list[Row]:
 
         from bahdanau_fast import backends
 
-        from ..timing.machine import machine as host
+        from ..machine import machine as host
 
         where = host() | {"backends": backends.explain(device), "gpu": device}
         where["cuda"] = torch.version.cuda or torch.version.hip or "none"

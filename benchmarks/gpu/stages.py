@@ -14,10 +14,10 @@ import torch
 from bahdanau_fast import backends
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
+from ..cases import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
 from ..contestants.provider import Provider
 from ..contestants.registry import by_name
-from ..timing.worker import Row
-from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
+from ..worker import Row
 from . import figures
 from .figures import GpuCase
 from .user import user

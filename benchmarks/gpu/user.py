@@ -26,8 +26,8 @@ from bahdanau_fast import backends
 
 from ..contestants.baselines import CourseAttention
 from ..decoders import DROP_IN, FUSE, NONE, OURS, OWN, TASKS, Judge, Setting, Work, worst
-from ..timing.measure import GpuCall, captured, interleave
-from ..timing.worker import ROOT, Row
+from ..measure import GpuCall, captured, interleave
+from ..worker import ROOT, Row
 from . import figures
 
 sys.path.append(str(ROOT / "tests" / "support"))  # where public code is written again

@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import tables
 from benchmarks.bench import Runner
+from benchmarks.cases import LIST, SUBJECT, Case, Shape, cases, draw
 from benchmarks.contestants.parity import Oracle, prepare
 from benchmarks.contestants.provider import TASKS, Provider, Runnable
 from benchmarks.contestants.registry import PROVIDERS, by_name
-from benchmarks.timing.measure import MemoryRead, Spread, Timings, interleave
-from benchmarks.workloads.shapes import LIST, SUBJECT, Case, Shape, cases, draw
+from benchmarks.measure import MemoryRead, Spread, Timings, interleave
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")

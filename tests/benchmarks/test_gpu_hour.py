@@ -9,11 +9,10 @@ import pytest
 from built import needs_compiler
 from test_gpu_report import is_there
 
-from benchmarks.gpu import decide, rows
-from benchmarks.gpu.hour import runner
-from benchmarks.gpu.hour.constants import SWEEPS
-from benchmarks.gpu.hour.plan import experiments
-from benchmarks.gpu.hour.runner import Experiment
+from benchmarks.gpu import decide, rows, runner
+from benchmarks.gpu.constants import SWEEPS
+from benchmarks.gpu.plan import experiments
+from benchmarks.gpu.runner import Experiment
 
 ROOT = Path(__file__).parents[2]
 # What bounds large sizes cuts nothing where a dry run makes calls small; of two backends a

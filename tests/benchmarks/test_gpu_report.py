@@ -64,7 +64,7 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, tmp_path):
 # Rows of a stage, as its module would have them; each good one tells its process.
 PLANTED = """
 import ctypes, os, subprocess, sys, time, types
-from benchmarks.timing.worker import Row
+from benchmarks.worker import Row
 
 def good():
     return {"process": os.getpid(), "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
@@ -230,7 +230,7 @@ import benchmarks.gpu.user as of_users
 from bahdanau_fast.fuse import choice, look
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.stages import *
-from benchmarks.timing import measure
+from benchmarks import measure
 
 def small(shape):
     return replace(shape, batch=2, keys=5, hidden=8, query_size=8, key_size=8, value_size=8)

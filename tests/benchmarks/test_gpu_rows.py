@@ -12,11 +12,11 @@ from fresh import ROOT, python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu_report
+from benchmarks.cases import Shape
 from benchmarks.contestants.registry import by_name
 from benchmarks.gpu import figures, stages
 from benchmarks.gpu.figures import GpuCase
-from benchmarks.timing.measure import GpuCall, captured, interleave
-from benchmarks.workloads.shapes import Shape
+from benchmarks.measure import GpuCall, captured, interleave
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
@@ -120,7 +120,7 @@ from benchmarks.contestants import expert
 from benchmarks.contestants.registry import by_name
 from benchmarks.gpu import figures
 from benchmarks.gpu.figures import GpuCase
-from benchmarks.workloads.shapes import Shape
+from benchmarks.cases import Shape
 
 @triton.jit
 def tanh(x, APPROXIMATE: tl.constexpr):

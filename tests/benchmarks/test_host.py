@@ -12,9 +12,9 @@ from triton.backends.nvidia.driver import CudaLauncher
 import bahdanau_fast as bf
 from benchmarks import host
 from benchmarks.bench import Runner
+from benchmarks.cases import HOST, Case, Shape, cases, draw
 from benchmarks.contestants.baselines import CourseAttention
 from benchmarks.tables import row_table
-from benchmarks.workloads.shapes import HOST, Case, Shape, cases, draw
 
 pytestmark = pytest.mark.skipif(host.why_not() is not None, reason=str(host.why_not()))
 STEP, CALL, BOTH = (case for case in cases("host") if case.table == "host")

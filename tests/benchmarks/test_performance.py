@@ -10,13 +10,13 @@ from threads import one_thread  # noqa: F401
 from benchmarks import __main__ as command
 from benchmarks import page
 from benchmarks.bench import Runner
+from benchmarks.cases import TOY, Case, Shape, draw
 from benchmarks.contestants import peers
 from benchmarks.contestants.baselines import Unavailable
 from benchmarks.contestants.parity import Oracle, build_in
 from benchmarks.contestants.registry import PROVIDERS
-from benchmarks.timing.machine import rows_text, slug
-from benchmarks.timing.worker import Worker
-from benchmarks.workloads.shapes import TOY, Case, Shape, draw
+from benchmarks.machine import rows_text, slug
+from benchmarks.worker import Worker
 
 PEER = Shape("peer", 3, 1, 7, 16, lens="drawn")
 

@@ -7,11 +7,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast.fuse import choice, look
-from benchmarks import decoders
+from benchmarks import decoders, measure
 from benchmarks.contestants.baselines import CourseAttention
 from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
 from benchmarks.gpu import figures, user
-from benchmarks.timing import measure
 
 DECODER, CHAPTER = "(3,4,5,8)", "(2,3,4,8)"
 

@@ -9,7 +9,7 @@ from built import needs_compiler
 from mock_cuda import OF_TENSOR, kernel_of, launches, numbers, of
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
+from benchmarks.cases import LIST, STEPS_ON_MEMORY
 
 pytestmark = needs_compiler
 

@@ -13,7 +13,7 @@ from .lab import Lab
 
 def machine(lab: Lab) -> int:
     """The line that names the machine, versions and commit."""
-    from ..machine import machine as rows
+    from .machine import machine as rows
 
     found = rows("cpu" if lab.dry else "cuda")[0].compute()
     if lab.dry:
@@ -69,10 +69,10 @@ def user(lab: Lab, pattern: str) -> int:
 
     A dry run has the first, small.
     """
-    from .. import figures, user
+    from . import figures, user
 
     if lab.dry:
-        from ...timing import measure
+        from .. import measure
 
         user.SIZES, figures.SECONDS = user.TINY, 1e-3
         measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-4, 0.0

@@ -18,7 +18,7 @@ from typing import Any
 from .plan import experiments
 from .runner import Experiment, is_wrong, run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 540.0
 
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 import bahdanau_fast as bf
 from bahdanau_fast.ops.operator import operators
 
-from ...timing import measure
-from ...timing.measure import GpuCall, captured, interleave
+from .. import measure
+from ..measure import GpuCall, captured, interleave
 from .constants import SWEEPS, Call, Sweep, Way
 
 HELD, SECONDS = 5, 0.3  # calls in a graph; of timing a call in all its ways
