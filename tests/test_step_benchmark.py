@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.registry import by_name
-from benchmarks.gpu.figures import GpuCase, inputs_of, synchronize
+from benchmarks.gpu.stages import GpuCase, inputs_of
+from benchmarks.measure import synchronize
 from benchmarks.cases import STEPS_ON_MEMORY
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

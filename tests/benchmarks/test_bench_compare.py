@@ -17,7 +17,7 @@ from benchmarks.worker import ROOT, Worker, WorkerError
 PLANTED = """
     import os
     import random
-    from benchmarks.contestants.provider import Provider, Runnable
+    from benchmarks.contestants import Provider, Runnable
     from benchmarks.contestants.registry import by_name
 
     class Timed:
