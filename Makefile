@@ -92,7 +92,7 @@ bench-compare: venv  ## is this working tree slower than BASE=<git ref>? both bu
 GPU_PYTHON = $(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON)))
 gpu-report:  ## check and time on the GPU that is here, into OUT; STAGE=user|smoke|time|build|rivals
 	@started=$$(date +%s); \
-	$(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine || exit 2; \
+	$(GPU_PYTHON) -W ignore -m benchmarks.machine || exit 2; \
 	rm -rf build/gpu && mkdir -p build/gpu && \
 	cp -RLp bahdanau_fast benchmarks tests pyproject.toml build/gpu/ && \
 	cp -Rp kernels build/gpu/bahdanau_fast/ || exit 1; \
@@ -124,7 +124,7 @@ gpu-hour:  ## nine minutes on the GPU that is here, the most telling first, into
 ifdef DRY
 	$(GPU_PYTHON) $(HOUR) --dry
 else
-	@if $(GPU_PYTHON) -W ignore -m benchmarks.gpu.machine gpu-hour; then \
+	@if $(GPU_PYTHON) -W ignore -m benchmarks.machine gpu-hour; then \
 		test -f $(BUNDLE)/commit || $(MAKE) gpu-bundle && cd $(BUNDLE) && \
 		$(if $(findstring /,$(GPU_PYTHON)),$(abspath $(GPU_PYTHON)),$(GPU_PYTHON)) $(HOUR); \
 	else \

@@ -30,11 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .contestants.parity import build_in
-from .tables import markdown
-from .timing.measure import Timings, interleave
-from .timing.worker import ROOT, Worker, WorkerError
-from .workloads.shapes import (
+from .cases import (
     LIST,
     LOOP,
     MANY_QUERIES,
@@ -45,6 +41,10 @@ from .workloads.shapes import (
     Mode,
     Shape,
 )
+from .contestants.parity import build_in
+from .measure import Timings, interleave
+from .tables import markdown
+from .worker import ROOT, Worker, WorkerError
 
 PAIRS = 7
 SECONDS = 0.8

@@ -28,7 +28,7 @@ from bahdanau_fast.seq2seq import (
 )
 from bahdanau_fast.seq2seq.data.pairs import BOS, UNK
 
-from .contestants.baselines import CourseAttention
+from .contestants import CourseAttention
 
 OWN, DROP_IN, FUSE, OURS, NONE = "own module", "drop-in", "fuse", "AttentionGRU", "no attention"
 TASKS = {"train": "training step", "decode": "greedy decode"}

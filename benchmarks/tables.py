@@ -1,12 +1,17 @@
-"""Figures as text: Markdown tables of rows of ``bench``, for the terminal and the page."""
+"""Figures of ``python -m benchmarks``, read and as text, for the terminal and the pages."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .workloads.shapes import MODES
+from .cases import MODES
+
+RESULTS = Path(__file__).parent / "results"
 
 Packed = dict[str, Any]  # a row, as bench writes it in JSON
 
@@ -57,10 +62,7 @@ def shape_text(shape: dict[str, Any]) -> str:
 
 
 def row_table(rows: list[Packed]) -> list[str]:
-    """Milliseconds of each provider; then who was not run and why, and whose results are wrong.
-
-    Of the table ``host``, the share of d2l's time too, and what ``host.walk`` counted.
-    """
+    """Milliseconds of each provider; then who was not run and why, and whose results are wrong."""
     names = dict.fromkeys(name for row in rows for name in row["seconds"] if name != "DRAM read")
     cells, notes = [], []
     for row in rows:
@@ -69,13 +71,68 @@ def row_table(rows: list[Packed]) -> list[str]:
         cells.append([what, f"{row['task']}, {MODES[row['mode']]}", *map(spread_text, spreads)])
         for name, why in row["skipped"].items():
             notes.append(f"- {what}, {row['task']}: {name} was not run: {why}")
-        for name, found in row.get("host", {}).items():
-            said = f"{row['task']}, {MODES[row['mode']]}: {name} {found['share']:.2f} of d2l eager"
-            counted = (f"{count} {unit}" for unit, count in found.items() if unit != "share")
-            notes.append(f"- {said}, {', '.join(counted)}")
         for name, verdict in row["parity"].items():
             if not verdict["passed"]:
                 error = f"{verdict['where']}: {verdict['worst']:.3g} of the allowed error"
                 notes.append(f"- {what}, {row['task']}: {name} FAILS parity, {error}")
     table = markdown(["shape (B, Tq, Tk, H)", "what", *names], cells)
     return [*table, "", *([*dict.fromkeys(notes), ""] if notes else [])]
+
+
+# ---- runs, as ``results/cpu-*.json`` has them
+
+Run = dict[str, Any]
+
+_OURS = ("ours module", "ours memory", "ours op")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Our median in one row, and those of the others."""
+
+    what: str
+    ours: float
+    others: dict[str, float]
+
+    def times(self, name: str) -> float:
+        """How many times as long as ours another takes."""
+        return self.others[name] / self.ours
+
+    @property
+    def fastest(self) -> str:
+        return min(self.others, key=self.others.__getitem__)
+
+
+def chosen(run: Run, wanted: dict[tuple[str, str, str], str]) -> list[Times]:
+    """The rows of some tables, tasks and modes, each shape once."""
+    found: dict[Any, Times] = {}
+    for row in run["rows"]:
+        key = (row["table"], row["task"], row["mode"])
+        times = {name: spread["median"] for name, spread in row["seconds"].items()}
+        ours = next((times[name] for name in _OURS if name in times), None)
+        others = {name: time for name, time in times.items() if not name.startswith("ours")}
+        if key in wanted and ours is not None and "d2l eager" in others:
+            what = f"{wanted[key]} {shape_text(row['shape'])}"
+            found.setdefault((key, row["shape"]["name"]), Times(what, ours, others))
+    return list(found.values())
+
+
+def name_of(run: Run) -> str:
+    """The machine's processor and cores, as headings have it."""
+    where = run["machine"]
+    return f"{processor(where['cpu'])}, {where['cores'].split()[0]} cores"
+
+
+def about(run: Run) -> str:
+    """Kernels, versions, commit and note of a run, in one line."""
+    where = run["machine"]
+    parts = [where.get("cpu kernels", "").rpartition(", ")[2], f"torch {where['torch']}"]
+    parts += [f"commit {where['commit']}", where.get("note", "")]
+    return ", ".join(filter(None, parts))
+
+
+def runs(results: Path = RESULTS) -> list[Run]:
+    """The figures of each machine, in the order of their files' names."""
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("cpu-*.json"))
+    ]

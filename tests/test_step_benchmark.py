@@ -8,10 +8,11 @@ between providers come from ``make bench``, which takes turns. Where tests run s
 import pytest
 import torch
 
+from benchmarks.cases import STEPS_ON_MEMORY
 from benchmarks.contestants.parity import Oracle
 from benchmarks.contestants.registry import by_name
-from benchmarks.gpu.figures import GpuCase, inputs_of, synchronize
-from benchmarks.workloads.shapes import STEPS_ON_MEMORY
+from benchmarks.gpu.stages import GpuCase, inputs_of
+from benchmarks.measure import synchronize
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -10,11 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-__all__ = ["OVER", "Row", "Work", "lines", "together"]
+__all__ = ["OVER", "Child", "Row", "Work", "lines", "say", "together"]
 
 #: What a child says, as JSON.
 Row = dict[str, Any]
@@ -28,63 +30,111 @@ _MARK = b"\x1e"
 _OUTPUT = 20
 # Seconds for a killed process to be gone; one that a driver holds may never be.
 _GONE = 3.0
+# Seconds that one waits for a row before one looks whether the process is there.
+_MOMENT = 0.02
+_writer = -1  # in a child: where its rows go
+
+
+def say(row: Row) -> None:
+    """In a child: a row, beside those that its work makes."""
+    os.write(_writer, b"\n" + _MARK + json.dumps(row).encode() + b"\n")
+
+
+class Child:
+    """A forked process that does work, and what it says.
+
+    CUDA does not work in a fork of a process that has used a GPU.
+
+    Attributes:
+        silence: seconds without a row after which it is ended; may be changed at any time.
+        over: whether it has ended, and all of its rows were taken.
+    """
+
+    def __init__(self, work: Work, silence: float, until: float) -> None:
+        self.silence, self.over, self._until = silence, False, until
+        self._gone = False
+        self._reader, writer = os.pipe()
+        self._pid = _started(work, writer)
+        os.close(writer)
+        os.set_blocking(self._reader, False)
+        self._heard, self._rest, self._output = time.monotonic(), b"", list[str]()
+
+    def rows(self) -> list[Row]:
+        """What it says within a moment.
+
+        Where it does not come to its end, the last row says why, as "ended", with the last lines
+        that it printed, as "output".
+        """
+        child, status = os.waitpid(self._pid, os.WNOHANG)
+        self._gone = child != 0
+        select.select([self._reader], [], [], 0.0 if self._gone else _MOMENT)
+        said = self._read()
+        now, ended = time.monotonic(), None
+        if said:
+            self._heard = now
+        if self._gone:
+            code = os.waitstatus_to_exitcode(status)
+            ended = _in_words(code) if code else ""
+        elif now >= self._until:
+            ended = OVER
+        elif now >= self._heard + self.silence:
+            ended = f"no answer within {self.silence:g} s"
+        if ended is not None:
+            self.end()
+        return [*said, {"ended": ended, "output": self._output[-_OUTPUT:]}] if ended else said
+
+    def _read(self) -> list[Row]:
+        with suppress(BlockingIOError):
+            while data := os.read(self._reader, 1 << 16):
+                self._rest += data
+        *whole, self._rest = self._rest.split(b"\n")
+        told = [line for line in whole if line.strip() and not line.startswith(_MARK)]
+        self._output += [line.decode(errors="replace") for line in told]
+        return [json.loads(line[1:]) for line in whole if line.startswith(_MARK)]
+
+    def end(self) -> None:
+        """End it, and all that it started; one that a driver holds is left alone."""
+        if self.over:
+            return
+        self.over = True
+        os.close(self._reader)
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        if self._gone:
+            return
+        os.kill(self._pid, signal.SIGKILL)  # it may not have its group yet
+        until = time.monotonic() + _GONE
+        while not os.waitpid(self._pid, os.WNOHANG)[0] and time.monotonic() < until:
+            time.sleep(_MOMENT)
 
 
 def lines(work: Work, silence: float, until: float) -> Iterator[Row]:
-    """The rows that work makes in a forked child.
-
-    Where it does not come to its end, the last row says why, as "ended", with the last lines that
-    it printed, as "output". This process must not have used a GPU: CUDA does not work in a fork of
-    one that has.
+    """The rows that work makes in a :class:`Child`.
 
     Args:
         work: makes the rows.
         silence: seconds without a row after which the child is ended.
         until: the time (of ``time.monotonic``) at which it is.
     """
-    reader, writer = os.pipe()
-    child = _started(work, writer)
-    os.close(writer)
-    ended, finished, rest, output = None, False, b"", []
-    heard = time.monotonic()
+    child = Child(work, silence, until)
     try:
-        while ended is None:
-            left = min(heard + silence, until) - time.monotonic()
-            if not select.select([reader], [], [], max(left, 0.0))[0]:
-                ended = OVER if time.monotonic() >= until else f"no answer within {silence:g} s"
-                break
-            data = os.read(reader, 1 << 16)
-            if not data:
-                break
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                if line.startswith(_MARK):
-                    heard = time.monotonic()
-                    yield json.loads(line[1:])
-                elif line.strip():
-                    output.append(line.decode(errors="replace"))
-        finished = ended is None
+        while not child.over:
+            yield from child.rows()
     finally:
-        os.close(reader)
-        code = _code(child, kill=not finished)
-    if finished and code != 0:
-        ended = _in_words(code)
-    if ended is not None:
-        yield {"ended": ended, "output": output[-_OUTPUT:]}
+        child.end()
 
 
 def together(works: Sequence[Work], until: float) -> None:
     """Do all at once, each in a child, and ask nobody for a row; at the time all are ended."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    left = [_started(work, nowhere) for work in works]
-    os.close(nowhere)
+    left = [Child(work, math.inf, until) for work in works]
     try:
-        while left and time.monotonic() < until:
-            left = [child for child in left if not os.waitpid(child, os.WNOHANG)[0]]
-            time.sleep(0.02)
+        while left:
+            for child in left:
+                child.rows()
+            left = [child for child in left if not child.over]
     finally:
         for child in left:
-            _code(child, kill=True)
+            child.end()
 
 
 def _started(work: Work, writer: int) -> int:
@@ -93,15 +143,16 @@ def _started(work: Work, writer: int) -> int:
     child = os.fork()
     if child:
         return child
-    code = 1
+    global _writer
+    _writer, code = writer, 1
     try:
         os.setsid()  # compilers that it starts end with it
         for number in (1, 2):
             os.dup2(writer, number)
-        sys.stdout = sys.stderr = os.fdopen(writer, "w", buffering=1)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
         torch.set_num_threads(1)  # those of the parent are not in a fork
         for row in work():
-            os.write(1, b"\n" + _MARK + json.dumps(row).encode() + b"\n")
+            say(row)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -109,24 +160,5 @@ def _started(work: Work, writer: int) -> int:
         os._exit(code)
 
 
-def _code(child: int, kill: bool) -> int | None:
-    """The exit code, negative of a signal; None of a process that does not end."""
-    for end in (os.killpg, os.kill) if kill else ():  # it may not have its group yet
-        try:
-            end(child, signal.SIGKILL)
-            break
-        except ProcessLookupError:
-            continue
-    until = time.monotonic() + _GONE
-    while time.monotonic() < until:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    return None
-
-
-def _in_words(code: int | None) -> str:
-    if code is None:
-        return "its process does not end"
+def _in_words(code: int) -> str:
     return f"its process died of {signal.Signals(-code).name}" if code < 0 else "its process raised"

@@ -1,28 +1,192 @@
-"""The rows of each stage of the GPU report, the most telling first; of ``user``, in user.py."""
+"""What the GPU report computes: checked calls, their times and kernels; the rows of each stage.
+
+Rows come the most telling first; those of ``user`` are in user.py.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 
-from ..contestants.provider import Provider
+from .. import measure
+from ..cases import LIST, MANY_QUERIES, STEPS_ON_MEMORY, SUBJECT, Inputs, Shape, draw
+from ..contestants import Provider
+from ..contestants.parity import Oracle, prepare
 from ..contestants.registry import by_name
-from ..timing.worker import Row
-from ..workloads.shapes import LIST, MANY_QUERIES, STEPS_ON_MEMORY, Shape
-from . import figures
-from .figures import GpuCase
+from ..measure import GpuCall, captured, interleave, synchronize
+from . import Row, rows
 from .user import user
 
 __all__ = ["build", "rivals", "smoke", "time", "user"]
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A call on a GPU, forward or with ``train`` forward and backward."""
+
+    backend: str
+    shape: Shape
+    task: str
+    dtype: str = "bfloat16"
+    train: bool = False
+
+    @property
+    def call(self) -> str:
+        """What is computed, whoever does it."""
+        way = "forward + backward" if self.train else "forward"
+        return f"{self.shape}, {self.task}, {way}, {self.dtype}"
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.call}"
+
+
+_draw = functools.lru_cache(1)(draw)  # rows of one shape follow each other
+
+
+def inputs_of(case: GpuCase, device: torch.device) -> Inputs:
+    """The tensors of a case, on the device and in its dtype."""
+    drawn, dtype = _draw(case.shape), getattr(torch, case.dtype)
+    moved = {}
+    for field in fields(drawn):
+        tensor = getattr(drawn, field.name)
+        if tensor is not None:
+            tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
+        moved[field.name] = tensor
+    if drawn.values is drawn.keys:
+        moved["values"] = moved["keys"]
+    inputs = replace(drawn, **moved)
+    inputs.require_grad(case.train)
+    return inputs
+
+
+def checked(
+    case: GpuCase, provider: Provider, device: torch.device
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """A provider's call, and its verdict against fp64 by the rule for ours."""
+    inputs = inputs_of(case, device)
+    oracle = Oracle(inputs, case.shape, case.task, case.train)
+    call, verdict = oracle.checked(replace(provider, group="ours"), case.task, case.train)
+    synchronize(device)
+    return call, asdict(verdict)
+
+
+@contextmanager
+def _settings(case: GpuCase) -> Iterator[None]:
+    with torch.set_grad_enabled(case.train), backends.use(case.backend):
+        yield
+
+
+def subject(case: GpuCase) -> Provider:
+    """Ours, as it serves the task."""
+    return by_name(SUBJECT[case.task])
+
+
+def alone(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """One call, and nothing else but what copies its inputs: the reference is not run."""
+    with _settings(case):
+        inputs = inputs_of(case, device)
+        prepare(subject(case).build(case.task, inputs), case.train, inputs.grad_context)()
+    synchronize(device)
+    return {}
+
+
+def poisoned(case: GpuCase, device: torch.device) -> dict[str, Any]:
+    """One call against fp64, where torch.empty gives NaN: memory that is not written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return built(case, subject(case), device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach() for tensor in results if tensor is not None)
+
+
+def repeats_bits(call: Callable[[], Any], replay: Callable[[], Any]) -> bool:
+    """Whether a graph writes its results anew, and the same bits as the call."""
+    want = [tensor.clone() for tensor in _tensors(call())]
+    for tensor in _tensors(replay()):
+        tensor.fill_(NAN)
+    return all(map(torch.equal, _tensors(replay()), want))
+
+
+def least_bytes(case: GpuCase, results: Any, device: torch.device) -> int:
+    """What a call has to move: inputs, read once for each pass, and results."""
+    inputs = inputs_of(case, device)
+    read = inputs.leaves("full" if case.task == "full" else "projected")
+    passes = 2 if case.train else 1
+    return sum(t.nbytes for t in read) * passes + sum(t.nbytes for t in _tensors(results))
+
+
+def timed(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, Any]:
+    """Seconds (median, p20, p80) of a call: called, from a graph, from a graph with a cold L2.
+
+    Of ours also microseconds by kernel.
+    """
+    with _settings(case):
+        call, result = checked(case, provider, device)
+        result["bytes"] = least_bytes(case, call(), device)
+        calls = {"called": GpuCall(call, device)}
+        graph = captured(call)
+        many = captured(call, measure.GPU_CALLS) if callable(graph) else graph
+        if callable(graph) and callable(many):
+            calls["graph"] = GpuCall(many, device, holds=measure.GPU_CALLS)
+            calls["cold"] = GpuCall(graph, device, cold=True)
+            if provider.group == "ours":
+                result["graph gives the same bits"] = repeats_bits(call, graph)
+        else:
+            result["no graph"] = many
+        result |= interleave(calls, measure.GPU_SECONDS).packed()
+        return result | (kernels(call, device) if provider.group == "ours" else {})
+
+
+def kernels(call: Callable[[], Any], device: torch.device, calls: int = 10) -> dict[str, Any]:
+    """Launches a call and microseconds a launch of every kernel, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        for _ in range(calls):
+            call()
+        synchronize(device)
+    found = defaultdict(list)
+    for event in profiled.events():
+        if event.device_type.name == activity.name:
+            found[event.name].append(event.time_range.elapsed_us())
+    return {"kernels": {name: (len(us) / calls, sum(us) / len(us)) for name, us in found.items()}}
+
+
+def built(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, Any]:
+    """A call that is compiled and checked, so that a later process finds it in the cache."""
+    with _settings(case):
+        return checked(case, provider, device)[1]
+
+
+def copy_rate(device: torch.device) -> dict[str, Any]:
+    """The bandwidth of a copy."""
+    size = 1 << (30 if device.type == "cuda" else 20)
+    x, y = torch.randn(size, device=device), torch.empty(size, device=device)
+    found = interleave({"copy": GpuCall(lambda: y.copy_(x), device)}, measure.GPU_SECONDS).packed()
+    return found | {rows.COPY: 8 * size / found["copy"]["median"]}
+
+
+# ---- the stages
 
 DTYPES = ("bfloat16", "float32", "float16")
 ROW_SECONDS, TUNED_SECONDS = 60.0, 90.0
@@ -90,7 +254,7 @@ def smoke(device: str) -> list[Row]:
     """Every kernel of every backend in each dtype, small calls first."""
     where = torch.device(device)
     cases = _served(_of_each_dtype([*SMALL, *ACCEPTANCE]), where)
-    return [Row(str(case), ROW_SECONDS, partial(figures.smoke, case, where)) for case in cases]
+    return [Row(str(case), ROW_SECONDS, partial(poisoned, case, where)) for case in cases]
 
 
 def _contest(
@@ -103,15 +267,15 @@ def _contest(
 def time(device: str) -> list[Row]:
     """The roof; ours, every shape in time and kernel by kernel; masks, fused modules."""
     where = torch.device(device)
-    rows = [Row("roof", ROW_SECONDS, partial(figures.roof, where))]
+    rows = [Row("roof", ROW_SECONDS, partial(copy_rate, where))]
     for case in _served((*CALLS, *OURS_ALONE), where):
-        rows.append(_contest(figures.times, case.backend, case, figures.subject(case), where))
+        rows.append(_contest(timed, case.backend, case, subject(case), where))
     forms = [("W_q in front", GpuCase("auto", HIDDEN[n], "step")) for n in (128, 256)]
     forms += [
         (name, GpuCase("auto", LENS, "full", train=train))
         for name, train in product(("ours, masked", "d2l fused"), (False, True))
     ]
-    return rows + [_contest(figures.times, n, case, by_name(n), where) for n, case in forms]
+    return rows + [_contest(timed, n, case, by_name(n), where) for n, case in forms]
 
 
 def _contests(kind: Callable[..., Any], device: str, among: Iterable[str]) -> list[Row]:
@@ -125,19 +289,19 @@ def _contests(kind: Callable[..., Any], device: str, among: Iterable[str]) -> li
 
 def build(device: str) -> list[Row]:
     """What the rivals compile, in several processes, for the next stage."""
-    return _contests(figures.built, device, [name for name in RIVALS if "compiled" in name])
+    return _contests(built, device, [name for name in RIVALS if "compiled" in name])
 
 
 def rivals(device: str) -> list[Row]:
     """What ours is compared with, rival by rival."""
-    return _contests(figures.times, device, RIVALS)
+    return _contests(timed, device, RIVALS)
 
 
 def main(backend: str, dtype: str, device: str = "cuda") -> None:
     """The small calls of a backend in a dtype, for a sanitizer: no reference runs beside them."""
     for case in _served(_of_each_dtype(SMALL), torch.device(device)):
         if (case.backend, case.dtype) == (backend, dtype):
-            figures.alone(case, torch.device(device))
+            alone(case, torch.device(device))
             print(case)
 
 

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 import bahdanau_fast as bf
 from bahdanau_fast import backends
 
-from ..contestants.baselines import CourseAttention
+from .. import measure
+from ..contestants import CourseAttention
 from ..decoders import DROP_IN, FUSE, NONE, OURS, OWN, TASKS, Judge, Setting, Work, worst
-from ..timing.measure import GpuCall, captured, interleave
-from ..timing.worker import ROOT, Row
-from . import figures
+from ..measure import GpuCall, captured, interleave, synchronize
+from ..worker import ROOT
+from . import Row
 
 sys.path.append(str(ROOT / "tests" / "support"))  # where public code is written again
 ROW_SECONDS = {"cuda": 60.0, "cpu": 300.0}
@@ -120,12 +121,12 @@ class _Host(GpuCall):
     """Until a call returns, whether or not the GPU is done."""
 
     def seconds(self, repeats: int) -> float:
-        figures.synchronize(self._device)
+        synchronize(self._device)
         start = time.perf_counter()
         for _ in range(repeats):
             self._call()
         took = time.perf_counter() - start
-        figures.synchronize(self._device)
+        synchronize(self._device)
         return took / repeats
 
 
@@ -136,7 +137,7 @@ def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[st
     if callable(replay):
         timed["graph"] = GpuCall(replay, device, holds=holds)
     told = {} if callable(replay) else {"no graph": replay}
-    return interleave(timed, figures.SECONDS).packed() | told
+    return interleave(timed, measure.GPU_SECONDS).packed() | told
 
 
 def _told(share: float, report: Any, who: str) -> dict[str, Any]:
@@ -196,8 +197,8 @@ def _step(
             call()
         told = _told(worst(_named(call()), own, exact), report, who)
         if not ready:
-            return told | _timed(call, device, figures.CALLS)
-        host = interleave({"host": _Host(call, device)}, figures.SECONDS).time("host")
+            return told | _timed(call, device, measure.GPU_CALLS)
+        host = interleave({"host": _Host(call, device)}, measure.GPU_SECONDS).time("host")
         return told | {"host us": 1e6 * host.median}
 
 

@@ -6,18 +6,18 @@ import textwrap
 import pytest
 
 from benchmarks import compare
+from benchmarks.cases import TOY
 from benchmarks.compare import Difference, judge
 from benchmarks.contestants.parity import build_in
-from benchmarks.timing.measure import Timings
-from benchmarks.timing.worker import ROOT, Worker, WorkerError
-from benchmarks.workloads.shapes import TOY
+from benchmarks.measure import Timings
+from benchmarks.worker import ROOT, Worker, WorkerError
 
 # A provider whose clock is planted too: processes, parity check and turns are real, and no other
 # load on this machine can change what they find.
 PLANTED = """
     import os
     import random
-    from benchmarks.contestants.provider import Provider, Runnable
+    from benchmarks.contestants import Provider, Runnable
     from benchmarks.contestants.registry import by_name
 
     class Timed:

@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import tables
-from benchmarks.bench import Runner
+from benchmarks.__main__ import Runner
+from benchmarks.cases import LIST, SUBJECT, Case, Shape, cases, draw
+from benchmarks.contestants import TASKS, Provider, Runnable
 from benchmarks.contestants.parity import Oracle, prepare
-from benchmarks.contestants.provider import TASKS, Provider, Runnable
 from benchmarks.contestants.registry import PROVIDERS, by_name
-from benchmarks.timing.measure import MemoryRead, Spread, Timings, interleave
-from benchmarks.workloads.shapes import LIST, SUBJECT, Case, Shape, cases, draw
+from benchmarks.measure import MemoryRead, Spread, Timings, interleave
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")
@@ -95,7 +95,7 @@ def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
     [(SMALL, task) for task in TASKS if task != "loop"] + [(SAME, task) for task in TASKS],
 )
 def test_every_provider_passes_the_gate(monkeypatch, shape, task):
-    monkeypatch.setattr("benchmarks.contestants.provider.DECODE_STEPS", 3)
+    monkeypatch.setattr("benchmarks.contestants.DECODE_STEPS", 3)
     train = task != "step"
     inputs = draw(shape)
     inputs.require_grad(True)
@@ -124,7 +124,7 @@ class _Projections(TorchDispatchMode):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize(("task", "expected"), [("full", 3), ("loop", 3)])
 def test_a_module_call_is_timed_with_its_projection_of_the_keys(task, expected, grad, monkeypatch):
-    monkeypatch.setattr("benchmarks.contestants.provider.DECODE_STEPS", 3)
+    monkeypatch.setattr("benchmarks.contestants.DECODE_STEPS", 3)
     inputs = draw(Shape("cached", 4, 1, 40, 64))  # smaller calls project inside the operator
     inputs.require_grad(grad)
     runnable = by_name("ours module").build(task, inputs)

@@ -6,13 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_gpu_report import is_there
 
-from benchmarks.gpu import decide, rows
-from benchmarks.gpu.hour import runner
-from benchmarks.gpu.hour.constants import SWEEPS
-from benchmarks.gpu.hour.plan import experiments
-from benchmarks.gpu.hour.runner import Experiment
+from benchmarks.gpu import decide, is_wrong, rows
+from benchmarks.gpu.decide import SWEEPS
+from benchmarks.gpu.hour import experiments
 from ptx_machine import needs_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +26,7 @@ def test_a_dry_run_makes_every_experiment(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.hour"]
     done = subprocess.run([*command, "--dry", "--out", out], cwd=ROOT, timeout=500, check=False)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line for line in lines if runner.is_wrong(line) or "problem" in line] == []
+    assert [line for line in lines if is_wrong(line) or "problem" in line] == []
     assert done.returncode == 0
     ends = {line["row"]: line for line in lines if "took" in line}
     limits = {e.name: e.seconds for e in experiments(dry=True)}
@@ -46,56 +43,6 @@ def test_a_dry_run_makes_every_experiment(tmp_path):
     assert not any("not in this file" in line for line in decide.report(lines))
     (found,) = rows.of_report(lines).values()  # its rows can go to benchmarks/results
     assert any("training step" in name for name in found)
-
-
-PLANTED = """
-import os, subprocess, time
-
-def good(lab, number):
-    lab.say(stage="lab", row="good", number=number)
-
-def hangs(lab):
-    lab.say(stage="lab", row="before it hangs")
-    print("the last launch", flush=True)
-    child = subprocess.Popen(["sleep", "600"])
-    lab.say(stage="lab", row="child", pid=child.pid)
-    time.sleep(600)
-
-def dies(lab):
-    os.kill(os.getpid(), 9)
-
-def raises(lab):
-    raise ValueError("no such thing")
-"""
-
-
-def test_what_hangs_or_dies_costs_itself(tmp_path, monkeypatch):
-    (tmp_path / "planted_hour.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(tmp_path)
-    found = []
-    planted = [
-        Experiment("hangs", 3, "planted_hour:hangs"),
-        Experiment("one", 60, "planted_hour:good", (1,)),
-        Experiment("dies", 60, "planted_hour:dies", beside=True),
-        Experiment("raises", 60, "planted_hour:raises", beside=True),
-        Experiment("two", 60, "planted_hour:good", (2,)),
-    ]
-    runner.run(planted, 300, found.append, 2)
-    ends = {row["row"]: row for row in found if "took" in row}
-    assert ends["hangs"]["killed after"] == 3
-    assert ends["hangs"]["said"] == ["the last launch"]
-    assert ends["dies"]["died"] == "SIGKILL"
-    assert ends["raises"]["said"][-1] == "ValueError: no such thing"
-    assert [row["number"] for row in found if row["row"] == "good"] == [1, 2]
-    assert [name for name, row in ends.items() if not runner.is_wrong(row)] == ["one", "two"]
-    (child,) = (row["pid"] for row in found if row["row"] == "child")
-    assert not is_there(child)
-
-
-def test_what_no_time_is_left_for_is_said():
-    found = []
-    runner.run([Experiment("late", 60, "planted_hour:good")], 5, found.append, 1)
-    assert found == [{"stage": "hour", "row": "late", "skipped": "no time left"}]
 
 
 def test_every_mark_has_an_experiment(tmp_path):

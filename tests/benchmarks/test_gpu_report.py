@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh import ROOT
+from fresh import ROOT, python
 
+from bahdanau_fast.check.children import OVER
 from benchmarks import gpu_report
 from benchmarks.decoders import DROP_IN, FUSE, NONE, OURS, OWN
+from benchmarks.gpu import EACH, Experiment, is_wrong, run
 
 # What stands in for a torch that finds no GPU.
 BLIND = """
@@ -36,7 +38,7 @@ def test_what_is_missing_is_said(said, tmp_path):
     options, stub = MISSING[said]
     if stub:
         (tmp_path / "torch.py").write_text(stub)
-    command = [sys.executable, *options, "-m", "benchmarks.gpu.machine"]
+    command = [sys.executable, *options, "-m", "benchmarks.machine"]
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -63,8 +65,12 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, tmp_path):
 
 # Rows of a stage, as its module would have them; each good one tells its process.
 PLANTED = """
-import ctypes, os, subprocess, sys, time, types
-from benchmarks.timing.worker import Row
+import ctypes, faulthandler, os, subprocess, time
+import torch
+from bahdanau_fast.check.children import say
+from benchmarks.gpu import Row
+
+faulthandler.disable()
 
 def good():
     return {"process": os.getpid(), "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
@@ -72,13 +78,13 @@ def good():
 def hangs():
     child = subprocess.Popen(["sleep", "600"])
     print(child.pid, file=open(os.environ["PLANTED_PIDS"], "a"))
+    print("the last launch", flush=True)
     time.sleep(600)
 
 def bad_access():  # the GPU fails later calls too: no further row may use this process
     def synchronize():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
-    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
     return {}
 
 def chatty():
@@ -122,15 +128,27 @@ def mixed(device):
 
 def machine(device):
     said = {"gpu": "Planted X1, 7 multiprocessors", "cpu": "x", "cores": "2 (2 threads)"}
-    return [Row("machine", 60, lambda: said | {"torch": "2.11.0", "commit": "abc"})]
+    say({"stage": "machine", "row": "machine", **said, "torch": "2.11.0", "commit": "abc"})
+
+def one(number):
+    say({"stage": "lab", "row": "one", "number": number})
+
+def alone():
+    say({"stage": "lab", "row": "before it hangs"})
+    hangs()
+
+def dies():
+    os.kill(os.getpid(), 9)
 """
 
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """The planted module where worker processes find it; gives the pids of what they started."""
+    """The planted module where forked processes find it; gives the pids of what they started."""
     (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     pids = tmp_path / "pids"
     monkeypatch.setenv("PLANTED_PIDS", str(pids))
     return pids
@@ -154,24 +172,30 @@ def is_there(pid):
     return False
 
 
-def rows_of(function, seconds, cache, workers=1):
-    found = []
-    source, end = f"planted:{function}", time.monotonic() + seconds
-    gpu_report.Rows(source, end, found.append, "cuda", cache).run(workers)
-    return {row.pop("row"): row for row in found}
+def rows_of(function, seconds, parts=1):
+    found, source = [], f"planted:{function}"
+    run(
+        [
+            Experiment(function, seconds, EACH, ("stage", source, "cuda", part, parts), True)
+            for part in range(parts)
+        ],
+        *(seconds, found.append, parts),
+    )
+    return {row.pop("row"): row for row in found if row["stage"] == "stage"}
 
 
 def test_a_row_that_crashes_hangs_or_raises_costs_that_row_alone(planted, tmp_path):
-    found = rows_of("every", 100, tmp_path)
+    found = rows_of("every", 100)
     problems = {name: row["problem"] for name, row in found.items() if "problem" in row}
     assert problems == {
-        "crash": "the process died of SIGSEGV",
-        "hang": "not done in 1.5 s",
-        "leaves": "the process ended with 0",
+        "crash": "its process died of SIGSEGV",
+        "hang": "no answer within 1.5 s",
+        "leaves": "its process left",
         "bad access": "RuntimeError: CUDA error: an illegal memory access was encountered",
         "raises": "ZeroDivisionError: division by zero",
         "no json": "TypeError: Object of type set is not JSON serializable",
     }
+    assert found["hang"]["said"] == ["the last launch"]
     processes = {name: row["process"] for name, row in found.items() if "process" in row}
     names = list(processes)
     assert names == ["first", *(f"after {name}" for name in problems), "chatty"]
@@ -187,21 +211,45 @@ def test_a_row_that_crashes_hangs_or_raises_costs_that_row_alone(planted, tmp_pa
 
 
 @pytest.mark.deep
-def test_a_stage_ends_in_time_and_says_what_it_left_out(planted, tmp_path):
+def test_a_stage_ends_in_time_and_says_what_it_left_out(planted):
     start = time.monotonic()
-    found = rows_of("slow", 10, tmp_path)
-    assert 10 <= time.monotonic() - start < 10 + 5
+    found = rows_of("slow", 12)
+    assert 12 <= time.monotonic() - start < 12 + 5
     assert "process" in found["quick"]
-    assert found["slow"]["problem"] == "stopped: the time of the stage was up"
-    assert found["never"] == {"not run": "the time of the stage was up"}
+    assert found["slow"]["problem"] == OVER
+    assert found["never"]["not run"] == OVER
     (child,) = map(int, planted.read_text().split())
     assert not is_there(child)
 
 
 def test_several_processes_share_the_rows_and_what_they_compile(planted, tmp_path):
-    found = rows_of("joined", 60, tmp_path, workers=2)
+    found = rows_of("joined", 60, parts=2)
     assert len({row["process"] for row in found.values()}) == 2
     assert {row["cache"] for row in found.values()} == {str(tmp_path)}
+
+
+def test_an_experiment_that_hangs_or_dies_costs_itself(planted):
+    found = []
+    experiments = [
+        Experiment("hangs", 3, "planted:alone"),
+        Experiment("one", 60, "planted:one", (1,)),
+        Experiment("dies", 60, "planted:dies", beside=True),
+        Experiment("raises", 60, "planted:broken", ("cuda",), beside=True),
+        Experiment("two", 60, "planted:one", (2,)),
+    ]
+    run(experiments, 300, found.append, 2)
+    ends = {row["row"]: row for row in found if "took" in row}
+    assert 3 <= ends["hangs"]["took"] < 10
+    assert (ends["hangs"]["ended"], ends["hangs"]["said"]) == (OVER, ["the last launch"])
+    assert ends["dies"]["ended"] == "its process died of SIGKILL"
+    assert ends["raises"]["said"][-1] == "OSError: no such driver"
+    assert [row["number"] for row in found if row["row"] == "one" and "number" in row] == [1, 2]
+    assert [name for name, row in ends.items() if not is_wrong(row)] == ["one", "two"]
+    (child,) = map(int, planted.read_text().split())
+    assert not is_there(child)
+    found.clear()
+    run(experiments[1:2], 5, found.append)
+    assert found == [{"stage": "hour", "row": "one", "skipped": "no time left"}]
 
 
 def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, monkeypatch, capsys):
@@ -215,7 +263,7 @@ def test_a_report_with_failing_stages_has_everything_else(planted, tmp_path, mon
     assert path.name.startswith("planted-x1-20")
     assert len(path.read_text().splitlines()) == 5
     said = capsys.readouterr().out
-    assert said.count("broken: start: PROBLEM: OSError: no such driver") == 1
+    assert said.count("broken: start: PROBLEM: its process raised: OSError: no such driver") == 1
     assert "1 of ours not right" in said
     machine, *rows = read(path)
     assert machine["gpu"] == "Planted X1, 7 multiprocessors"
@@ -228,15 +276,15 @@ import gc
 from dataclasses import replace
 import benchmarks.gpu.user as of_users
 from bahdanau_fast.fuse import choice, look
-from benchmarks.gpu import figures, stages
+from benchmarks.gpu import stages
 from benchmarks.gpu.stages import *
-from benchmarks.timing import measure
+from benchmarks import measure
 
 def small(shape):
     return replace(shape, batch=2, keys=5, hidden=8, query_size=8, key_size=8, value_size=8)
 
 gc.collect = lambda *_: 0  # before each row, with all of torch to look at
-figures.SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
+measure.GPU_SECONDS, measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-3, 1e-4, 0.0
 of_users.SIZES, choice.PAYS, look._SECONDS = of_users.TINY, float("inf"), 0.0  # small calls pay
 stages.STEP, stages.LENS, stages.ACCEPTANCE = small(stages.STEP), small(stages.LENS), ()
 stages.RIVALS = ("rewrite eager", "d2l eager")  # a compilation takes seconds, the expert a GPU
@@ -247,14 +295,17 @@ for name in ("CALLS", "OURS_ALONE"):
 """
 
 
-def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
+def test_a_report_of_the_cpu(tmp_path):
     (tmp_path / "planted.py").write_text(SMALL_STAGES)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(ROOT))))
-    monkeypatch.setattr(gpu_report, "SOURCE", "planted")
-    stages = {name: (seconds, 1) for name, (seconds, _) in gpu_report.STAGES.items()}
-    monkeypatch.setattr(gpu_report, "STAGES", stages)
     out = tmp_path / "out"
-    assert gpu_report.main(["--device", "cpu", "--out", str(out)]) == 0
+    code = (
+        "import sys; from benchmarks import gpu_report; gpu_report.SOURCE = 'planted'\n"
+        "gpu_report.STAGES = {n: (s, 1) for n, (s, _) in gpu_report.STAGES.items()}\n"
+        f"sys.exit(gpu_report.main(['--device', 'cpu', '--out', {str(out)!r}]))"
+    )
+    path = os.pathsep.join((str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    done = python("-W", "ignore", "-c", code, cwd=ROOT, PYTHONPATH=path)
+    said = done.stdout
     (path,) = out.iterdir()
     machine, *found = read(path)
     assert machine["triton"]
@@ -264,7 +315,6 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     assert len(timed) > 20
     assert all(row["passed"] and row["of roof"] > 0 for row in timed)
     assert "d2l fused: step-64-lens (2,1,5,8), full, forward, bfloat16" in rows
-    said = capsys.readouterr().out
     assert "0 of ours not right" in said
     felt = {name: row for name, row in rows.items() if row["stage"] == "user"}
     every_row_is_felt(felt)
@@ -296,10 +346,11 @@ def every_row_is_felt(rows):
 def test_an_interrupted_report_leaves_no_process(planted):
     """A make that is stopped must not leave a process on the GPU."""
     code = (
-        "import signal, sys, time; from pathlib import Path; from benchmarks import gpu_report\n"
+        "import signal, sys; from benchmarks import gpu_report\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        f"cache = Path({str(planted.parent)!r})\n"
-        "gpu_report.Rows('planted:slow', time.monotonic() + 60, print, 'cuda', cache).run()"
+        "gpu_report.SOURCE, gpu_report.MACHINE = 'planted', 'planted:machine'\n"
+        "gpu_report.STAGES = {'slow': (60, 1)}\n"
+        f"gpu_report.main(['--out', {str(planted.parent)!r}])"
     )
     report = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import rows, summary
+from benchmarks.gpu import rows
 from benchmarks.page import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
@@ -151,11 +151,11 @@ FOUND = [
     planted("rivals", f"d2l eager: {MANY}, forward + backward, float32", graph="99"),
     planted("smoke", "cuda: smoke, float32", worst="0.5", note="9 calls"),
     planted("smoke", "triton: smoke, float32", worst="1.5", note="4 calls, 2 wrong"),
-    planted("user", f"own module: {summary.TRAINING}", HOUR, called="2000"),
-    planted("user", f"drop-in: {summary.TRAINING}", HOUR, called="3000", graph="500"),
-    planted("user", f"AttentionGRU: {summary.TRAINING}", HOUR, called="700", note="not measured"),
-    planted("user", f"own module, graphed: {summary.TRAINING}", HOUR, called="1500"),
-    planted("user", f"drop-in, graphed: {summary.TRAINING}", HOUR, called="1250"),
+    planted("user", f"own module: {rows.TRAINING}", HOUR, called="2000"),
+    planted("user", f"drop-in: {rows.TRAINING}", HOUR, called="3000", graph="500"),
+    planted("user", f"AttentionGRU: {rows.TRAINING}", HOUR, called="700", note="not measured"),
+    planted("user", f"own module, graphed: {rows.TRAINING}", HOUR, called="1500"),
+    planted("user", f"drop-in, graphed: {rows.TRAINING}", HOUR, called="1250"),
     planted("user", "no attention: a translator", HOUR, called="5", note="not measured: hidden"),
     planted("user", "own module: f (2,1,3,4), forward", HOUR, host="12"),
     planted("user", "drop-in, cuda: f (2,1,3,4), forward", HOUR, host="38"),
@@ -163,14 +163,14 @@ FOUND = [
 
 
 def test_the_tables_have_who_by_call():
-    lines = [re.sub(" +", " ", line) for line in summary.block(FOUND)]
-    training = summary.TRAINING.partition("), ")[2]
+    lines = [re.sub(" +", " ", line) for line in rows.block(FOUND)]
+    training = rows.TRAINING.partition("), ")[2]
     assert lines == [
         "X1, 7; commit a. Of 13 checked calls 2 exceed the parity rule; the worst has 1.5 of it.",
         "",
         "| milliseconds | own module | drop-in | AttentionGRU |",
         lines[3],
-        f"| {summary.TRAINING} | 2 | 3/0.5 | 0.7\\* |",
+        f"| {rows.TRAINING} | 2 | 3/0.5 | 0.7\\* |",
         f"| {training}, graphed | 1.5 | 1.25 | |",
         "",
         "\\* not measured.",
@@ -184,5 +184,5 @@ def test_the_tables_have_who_by_call():
         "| (2,1,3,4) bf16, W_q too | ~7.12 | 8.5 | | |",
         "| (2,9,3,4) fp32 | | -/45700 | -/99 | |",
     ]
-    alone = summary.block([row for row in FOUND if row["stage"] in ("lab", "time")])
+    alone = rows.block([row for row in FOUND if row["stage"] in ("lab", "time")])
     assert alone[2].replace(" ", "") == "|microseconds|CUDAC++|Triton|"

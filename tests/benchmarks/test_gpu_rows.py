@@ -12,11 +12,11 @@ from fresh import ROOT, python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import gpu_report
+from benchmarks.cases import Shape
 from benchmarks.contestants.registry import by_name
-from benchmarks.gpu import figures, stages
-from benchmarks.gpu.figures import GpuCase
-from benchmarks.timing.measure import GpuCall, captured, interleave
-from benchmarks.workloads.shapes import Shape
+from benchmarks.gpu import stages
+from benchmarks.gpu.stages import GpuCase
+from benchmarks.measure import GpuCall, captured, interleave
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_row_of_ours_is_checked_and_timed(case):
-    row = figures.times(case, figures.subject(case), CPU)
+    row = stages.timed(case, stages.subject(case), CPU)
     assert row["passed"]
     assert 0 < row["worst"] <= 1
     assert 0 < row["called"]["p20"] <= row["called"]["median"] <= row["called"]["p80"]
@@ -46,8 +46,8 @@ def test_what_a_call_has_to_move():
     # Queries, keys, values and w_v; twice and their gradients, or context and weights.
     read = 4 * (2 * 8 + 2 * 2 * 5 * 8 + 8)
     case = GpuCase("cpu", TINY, "projected", "float32")
-    assert figures.times(case, by_name("ours op"), CPU)["bytes"] == read + 4 * 2 * (8 + 5)
-    assert figures.times(replace(case, train=True), by_name("ours op"), CPU)["bytes"] == 3 * read
+    assert stages.timed(case, by_name("ours op"), CPU)["bytes"] == read + 4 * 2 * (8 + 5)
+    assert stages.timed(replace(case, train=True), by_name("ours op"), CPU)["bytes"] == 3 * read
 
 
 LENS = replace(TINY, lens="drawn")
@@ -61,7 +61,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("name", "case"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
 def test_ours_as_users_meet_it_is_right(name, case):
-    assert figures.built(case, by_name(name), CPU)["passed"]
+    assert stages.built(case, by_name(name), CPU)["passed"]
 
 
 def test_every_row_has_a_name():
@@ -93,7 +93,7 @@ def test_a_sanitizer_sees_nothing_of_the_reference(capsys):
 @pytest.mark.parametrize("kind", ["right", "a little off", "not written"])
 def test_a_wrong_result_is_wrong(kind, monkeypatch):
     case, ours = GpuCase("cpu", TINY, "projected", "float32"), by_name("ours op")
-    built = ours.build("projected", figures.inputs_of(case, CPU))
+    built = ours.build("projected", stages.inputs_of(case, CPU))
     results = {
         "right": built.forward,
         "a little off": lambda: [tensor * 1.00001 for tensor in built.forward()],
@@ -101,8 +101,8 @@ def test_a_wrong_result_is_wrong(kind, monkeypatch):
     }
     changed = replace(built, forward=results[kind])
     provider = replace(ours, builders={"projected": lambda _: changed})
-    monkeypatch.setattr(figures, "subject", lambda _: provider)
-    result = figures.smoke(case, CPU)
+    monkeypatch.setattr(stages, "subject", lambda _: provider)
+    result = stages.poisoned(case, CPU)
     assert (
         gpu_report.right(result) == result["passed"] == (result["worst"] <= 1) == (kind == "right")
     )
@@ -118,21 +118,22 @@ import torch, triton
 import triton.language as tl
 from benchmarks.contestants import expert
 from benchmarks.contestants.registry import by_name
-from benchmarks.gpu import figures
-from benchmarks.gpu.figures import GpuCase
-from benchmarks.workloads.shapes import Shape
+from benchmarks import measure
+from benchmarks.gpu import stages
+from benchmarks.gpu.stages import GpuCase
+from benchmarks.cases import Shape
 
 @triton.jit
 def tanh(x, APPROXIMATE: tl.constexpr):
     return 2 / (1 + tl.exp(-2 * x)) - 1
 
-figures.SECONDS, expert._tanh = 1e-3, tanh
+measure.GPU_SECONDS, expert._tanh = 1e-3, tanh
 beam, cpu = Shape("beam", 2, 4, 100, 16, lens="drawn"), torch.device("cpu")
 ours = GpuCase("triton", beam, "projected")
-print(json.dumps(figures.times(ours, figures.subject(ours), cpu)))
+print(json.dumps(stages.timed(ours, stages.subject(ours), cpu)))
 for train in (False, True):
     case = GpuCase("auto", beam, "projected", train=train)
-    print(json.dumps(figures.built(case, by_name("expert"), cpu)))
+    print(json.dumps(stages.built(case, by_name("expert"), cpu)))
 """
 
 
@@ -152,7 +153,7 @@ def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
     timings = interleave(calls, 0.05)
     assert len(timings.samples["called"]) >= 5
     assert all(spread["median"] > 0 for spread in timings.packed().values())
-    assert figures.roof(CPU)["bytes per second, copy"] > 0
+    assert stages.copy_rate(CPU)["bytes per second, copy"] > 0
 
 
 @pytest.mark.parametrize(("value", "same"), [(1.0, True), (None, False), (1.0000001, False)])
@@ -164,4 +165,4 @@ def test_a_graph_that_writes_nothing_or_other_bits_is_found(value, same):
             kept[0].fill_(value)
         return kept
 
-    assert figures.repeats_bits(lambda: (torch.ones(3), None), replay) == same
+    assert stages.repeats_bits(lambda: (torch.ones(3), None), replay) == same

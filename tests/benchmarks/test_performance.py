@@ -9,21 +9,21 @@ from threads import one_thread  # noqa: F401
 
 from benchmarks import __main__ as command
 from benchmarks import page
-from benchmarks.bench import Runner
-from benchmarks.contestants import peers
-from benchmarks.contestants.baselines import Unavailable
+from benchmarks.__main__ import Runner
+from benchmarks.cases import TOY, Case, Shape, draw
+from benchmarks.contestants import Unavailable
 from benchmarks.contestants.parity import Oracle, build_in
-from benchmarks.contestants.registry import PROVIDERS
-from benchmarks.timing.machine import rows_text, slug
-from benchmarks.timing.worker import Worker
-from benchmarks.workloads.shapes import TOY, Case, Shape, draw
+from benchmarks.contestants.registry import LIBRARIES, PROVIDERS
+from benchmarks.machine import rows_text, slug
+from benchmarks.tables import RESULTS, runs
+from benchmarks.worker import Worker
 
 PEER = Shape("peer", 3, 1, 7, 16, lens="drawn")
 
 
 def test_docs_and_readme_say_what_the_committed_figures_say():
-    measured = {path.stem for path in page.RESULTS.glob("cpu-*.json")}
-    assert measured == {slug(run["machine"]) for run in page.runs()}
+    measured = {path.stem for path in RESULTS.glob("cpu-*.json")}
+    assert measured == {slug(run["machine"]) for run in runs()}
     assert len(measured) >= 2
     for path, text in page.generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m benchmarks.page"
@@ -60,7 +60,7 @@ def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, caps
     monkeypatch.setattr(command, "cases", lambda only: wanted)
     monkeypatch.setattr(command, "Runner", lambda: Runner(few, seconds=1e-4, min_rounds=3))
     assert command.main(["--out", str(tmp_path), "--note", "a trial"]) == 0
-    (run,) = page.runs(tmp_path)
+    (run,) = runs(tmp_path)
     text = "\n".join(page.of_machine(run))
     assert "a trial" in text
     assert f"In {page.leads(run['rows'][1]):d} of 1 rows" in text
@@ -84,14 +84,16 @@ def test_nothing_of_that_name_is_wrong_use(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("provider", peers.PROVIDERS, ids=lambda provider: provider.name)
+@pytest.mark.parametrize("provider", LIBRARIES, ids=lambda provider: provider.name)
 def test_a_peer_gives_our_result_or_says_why_not(provider, monkeypatch):
     assert f"- {provider.name}: " in (page.ROOT / "docs/performance.md").read_text()
     variables = dict(provider.process)
     if variables and find_spec("keras") is not None:  # one back end to a process
         with Worker(variables) as worker:
             for task in provider.builders:
-                assert build_in(worker, peers.__name__, provider.name, task, PEER).passed
+                assert build_in(
+                    worker, "benchmarks.contestants.registry", provider.name, task, PEER
+                ).passed
         return
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -107,7 +109,7 @@ def test_a_peer_gives_our_result_or_says_why_not(provider, monkeypatch):
 
 
 def test_a_peer_has_a_process_of_its_own():
-    (joey,) = [provider for provider in peers.PROVIDERS if provider.name == "JoeyNMT"]
+    (joey,) = [provider for provider in LIBRARIES if provider.name == "JoeyNMT"]
     ours = next(provider for provider in PROVIDERS if provider.name == "ours memory")
     with Runner(providers=[ours, joey], seconds=0.001) as runner:
         row = runner.row(Case("peers", PEER, "step", extra=("JoeyNMT",)))

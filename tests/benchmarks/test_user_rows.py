@@ -7,11 +7,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast.fuse import choice, look
-from benchmarks import decoders
-from benchmarks.contestants.baselines import CourseAttention
+from benchmarks import decoders, measure
+from benchmarks.contestants import CourseAttention
 from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
-from benchmarks.gpu import figures, user
-from benchmarks.timing import measure
+from benchmarks.gpu import user
 
 DECODER, CHAPTER = "(3,4,5,8)", "(2,3,4,8)"
 
@@ -21,7 +20,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(user, "SIZES", user.TINY)
     monkeypatch.setattr(choice, "PAYS", float("inf"))  # calls as small run as written
     monkeypatch.setattr(look, "_SECONDS", 0.0)
-    monkeypatch.setattr(figures, "SECONDS", 1e-3)
+    monkeypatch.setattr(measure, "GPU_SECONDS", 1e-3)
     monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
 

@@ -54,7 +54,7 @@ def write(path, figures):
     """A run's figures, with what it was made with; a line for each row."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from benchmarks.timing.machine import machine, rows_text
+    from benchmarks.machine import machine, rows_text
 
     cxx = os.environ.get("CXX", "g++")
     said = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout

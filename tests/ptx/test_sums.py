@@ -18,7 +18,7 @@ from tritoned import TritonPtx
 
 from bahdanau_fast import parity as rule
 from bahdanau_fast import reference
-from benchmarks.contestants import rounding
+from benchmarks.contestants.parity import GRANTED, rounded_products
 from ptx_machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
@@ -122,13 +122,11 @@ def test_one_long_sum_breaks_the_rule(plain):
     assert shares(chained, plain, drawn)["d queries"] > 2
 
     def rounded(queries, keys, values, w_v, lens):
-        return reference.attend(
-            queries, keys, values, rounding.rounded_products(w_v, torch.float32)
-        )
+        return reference.attend(queries, keys, values, rounded_products(w_v, torch.float32))
 
     exact, eager = (plain(drawn, dtype)["d queries"] for dtype in (torch.float64, torch.float32))
     once = np.abs(results(rounded, drawn, torch.float64)["d queries"] - exact).max()
     largest, error = np.abs(exact).max(), np.abs(eager - exact).max()
     assert 2**-25 * largest < once < 2**-21 * largest
-    most = rule.allowed(error, largest, torch.float32) + rounding.GRANTED * once
+    most = rule.allowed(error, largest, torch.float32) + GRANTED * once
     assert np.abs(chained["d queries"] - exact).max() > 2 * most

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from benchmarks.contestants import baselines
-from benchmarks.contestants.baselines import course_softmax
+from benchmarks import contestants as baselines
+from benchmarks.contestants import course_softmax
 
 __all__ = ["CourseAttention", "CourseMLPAttention", "course_softmax", "inputs"]
 

@@ -7,7 +7,7 @@ from triton_target import SHARED, TARGETS
 from warmed_up import kernels_of
 
 from bahdanau_fast.kernels import plans
-from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
+from benchmarks.cases import LIST, STEPS_ON_MEMORY
 
 pytestmark = pytest.mark.thorough
 

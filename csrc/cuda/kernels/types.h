@@ -7,7 +7,7 @@
 
 #include "common/problem.h"
 
-// A constant that the build of `make gpu-bundle` has as a variable, for benchmarks/gpu/hour to set;
+// A constant that the build of `make gpu-bundle` has as a variable, for benchmarks/gpu to set;
 // in every other build it is one.
 #ifdef BAHDANAU_FAST_LAB
 #define LAB_CONSTEXPR __attribute__((visibility("default"))) inline

@@ -8,7 +8,7 @@ import torch
 from mock_cuda import OF_TENSOR, kernel_of, launches, numbers, of
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from benchmarks.workloads.shapes import LIST, STEPS_ON_MEMORY
+from benchmarks.cases import LIST, STEPS_ON_MEMORY
 from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler

@@ -1,8 +1,7 @@
-"""A process that builds, times and computes what it is asked for, one request after the other.
+"""A process that builds and times what it is asked for, one request after the other.
 
-For what cannot share a process or may end one: libraries (Keras on two back ends), two versions of
-this package, rows that crash on a GPU. Requests and answers are lines of JSON; each process reads
-its own clock. torch is imported only where a request needs it, since a driver may hang.
+For what cannot share a process: libraries (Keras on two back ends), two versions of this package.
+Requests and answers are lines of JSON; each process reads its own clock.
 """
 
 from __future__ import annotations
@@ -11,28 +10,20 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-LAST_LINES = 12
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class WorkerError(Exception):
-    """A process reported a ``problem``, or it ended: then ``said`` ends its standard error."""
-
-    def __init__(self, problem: str, said: Sequence[str] = ()) -> None:
-        super().__init__(": ".join((problem, *said[-1:])))
-        self.problem, self.said = problem, list(said)
+    """A process reported a problem, or it ended: then with the last line of its standard error."""
 
 
 class Worker:
@@ -68,19 +59,17 @@ class Worker:
         """One call, to warm it up."""
         self.seconds(1)
 
-    def ask(self, within: float | None = None, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer, at most ``within`` seconds, or WorkerError."""
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer, or WorkerError."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         with suppress(BrokenPipeError):
             stdin.write(json.dumps(request) + "\n")
             stdin.flush()
-        if not select.select([stdout], [], [], within)[0]:
-            raise WorkerError(f"not done in {within:g} s", self.close())
         line = stdout.readline()
         if not line:
-            raise WorkerError(self._how_it_ended(), self.close())
+            raise WorkerError(": ".join((self._how_it_ended(), *self.close())))
         answer: dict[str, Any] = json.loads(line)
         if "problem" in answer:
             raise WorkerError(answer["problem"])
@@ -99,7 +88,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> list[str]:
-        """End the process; the last lines of its standard error, once."""
+        """End the process; the last line of its standard error, once."""
         if self._said.closed:
             return []
         self.kill()
@@ -111,7 +100,7 @@ class Worker:
                 pipe.close()  # type: ignore[union-attr]
         with self._said:
             self._said.seek(0)
-            return self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+            return self._said.read().decode(errors="replace").splitlines()[-1:]
 
     def __enter__(self) -> Worker:
         return self
@@ -120,20 +109,11 @@ class Worker:
         self.close()
 
 
-class Row(NamedTuple):
-    """One result to compute, which JSON can hold; it hangs if it takes longer than ``seconds``."""
-
-    name: str
-    seconds: float
-    compute: Callable[[], dict[str, Any]]
-
-
 class _Server:
     """The other end of the pipe; its methods are the requests."""
 
     def __init__(self) -> None:
         self._call: Any = None
-        self._rows: dict[str, Row] = {}
 
     def where(self) -> dict[str, Any]:
         import bahdanau_fast
@@ -152,38 +132,9 @@ class _Server:
 
         return {"seconds": seconds_per_call(self._call, repeats)}
 
-    def rows(self, source: str, function: str, device: str) -> dict[str, Any]:
-        found = getattr(importlib.import_module(source), function)(device)
-        self._rows = {row.name: row for row in found}
-        return {"rows": [(row.name, row.seconds) for row in found]}
 
-    def compute(self, name: str) -> dict[str, Any]:
-        """The result of a row, or its problem; and whether the GPU fails further ones too."""
-        result, start = dict[str, Any](), time.monotonic()
-        try:
-            result = self._rows[name].compute()
-            json.dumps(result)
-        except Exception as error:  # a library may raise anything; it becomes the result
-            said = traceback.format_exc().splitlines()[-8:]
-            result = {"problem": _in_one_line(error), "said": said}
-        result["seconds"] = round(time.monotonic() - start, 3)
-        dead = _gpu_problem()
-        return {"result": {"problem": dead, **result} if dead else result, "dead": bool(dead)}
-
-
-def _gpu_problem() -> str | None:
-    """What the GPU says of the launches so far; None where no GPU is in use."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    try:
-        torch.cuda.synchronize()
-    except Exception as error:
-        return _in_one_line(error)
-    return None
-
-
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """Its kind and the first line of what it says."""
     said = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {said[0]}"[:300]
 
@@ -197,7 +148,7 @@ def _serve() -> None:
         try:
             answer = getattr(server, request.pop("do"))(**request)
         except Exception as error:
-            answer = {"problem": _in_one_line(error)}
+            answer = {"problem": in_one_line(error)}
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # what libraries do at exit could hang
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import bahdanau_fast as bf
+from bahdanau_fast.check.children import say
 from bahdanau_fast.ops.operator import operators
 
-from ...timing import measure
-from ...timing.measure import GpuCall, captured, interleave
-from .constants import SWEEPS, Call, Sweep, Way
+from .. import measure
+from ..measure import GpuCall, captured, interleave
+from .decide import SWEEPS, Call, Sweep, Way
 
 HELD, SECONDS = 5, 0.3  # calls in a graph; of timing a call in all its ways
 
@@ -30,14 +32,11 @@ class Lab:
     """A GPU, and how experiments run there.
 
     Args:
-        say: takes a row.
         mode: "timed"; or "warm": everything is compiled, and nothing is timed or said.
     """
 
-    dry = False
-
-    def __init__(self, say: Callable[..., Any], mode: str) -> None:
-        self.say, self.mode = say, mode
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
 
     # ---- what a dry run has in other ways
 
@@ -124,11 +123,93 @@ class Lab:
                 rows[label][kind] = spread
         for row in rows.values():
             if self.mode != "warm":
-                self.say(**row)
+                say(row)
 
 
-def constant(lab: Lab, name: str) -> None:
-    """Everything that decides a constant."""
+class Dry(Lab):
+    """What stands for a GPU: each call is made once, and its launches are noted.
+
+    Calls of CUDA C++ alone go to the mock runtime, all others, smaller, to a pretended GPU.
+    """
+
+    def __init__(self) -> None:
+        from mock_cuda import mock
+
+        super().__init__("dry")
+        self._mock, self._mocks, self._noted = mock(), False, list[Any]()
+
+    @contextmanager
+    def there(self, sweep: Sweep) -> Iterator[None]:
+        """Inside, there is a GPU for the calls of a sweep."""
+        import pretended
+
+        self._mock.new_gpu()
+        alone = {way.backend for way in sweep.ways.values()} == {"cuda"}
+        self._mocks = alone and "decoder" not in sweep.calls[0].what
+        with ExitStack() as stack:
+            if not self._mocks:
+                bf.backends.why_not("triton")  # loads it
+                stack.enter_context(pretended.gpu("cuda", "triton"))
+                stack.enter_context(self._interpreted())
+            yield
+
+    @contextmanager
+    def _interpreted(self) -> Iterator[None]:
+        """Inside, launches of Triton's interpreter are noted."""
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def noted(kernel: Any, *given: Any, **named: Any) -> Any:
+            told = {name: x for name, x in named.items() if x is None or type(x) is int}
+            self._noted.append([kernel.fn.__name__, told])
+            return run(kernel, *given, **named)
+
+        with patch.object(InterpretedFunction, "run", noted):
+            yield
+
+    def library(self) -> Any:
+        """Where the constants of CUDA C++ are."""
+        return self._mock._library
+
+    def operator(self, backend: str) -> Callable[..., Any]:
+        """Runs an operator by its name."""
+        return self._mock.operator if self._mocks else super().operator(backend)
+
+    def like(self, call: Call) -> Call:
+        """The call that is made for one."""
+        if self._mocks:
+            return call
+        decodes = "decoder" in call.what
+        sizes = tuple(map(min, call.sizes, (1, 2 if decodes else 17, 17, 17)))
+        # The operators of a decoder on the CPU know no 16 bits.
+        dtype = "float32" if decodes else call.dtype
+        return call._replace(sizes=sizes, dtype=dtype, values=min(call.values, 17))
+
+    def draw(self, *sizes: int, dtype: str, scale: float = 0.7) -> Tensor:
+        """Numbers; for the mock runtime, which reads none, just memory."""
+        if self._mocks:
+            return torch.empty(sizes, dtype=getattr(torch, dtype))
+        return super().draw(*sizes, dtype=dtype, scale=scale)
+
+    def seen(self, call: Call) -> dict[str, Any]:
+        """What was launched; of a decoder, whether one launch would have been."""
+        from mock_cuda import kernel_of, launches
+
+        keys = ("grid", "block", "cluster", "shared")
+        for one in launches(self._mock.calls()):
+            self._noted.append([kernel_of(one), *(one[key] for key in keys)])
+        if "decoder" in call.what:
+            rows, _, others, units = call.sizes
+            why = self._mock.why_not_decode(False, True, rows, others, *[units] * 3, 0, 0)
+            self._noted.append(["one launch", why])
+        noted, self._noted = self._noted, []
+        return {"launches": noted}
+
+
+def constant(name: str, mode: str) -> None:
+    """Everything that decides a constant, in a mode of the lab; "dry" is without a GPU."""
+    lab = Dry() if mode == "dry" else Lab(mode)
     measure.PAUSE_SECONDS = 1e-3  # no threads of a processor have to go to sleep
     for sweep in SWEEPS:
         if sweep.constant == name:

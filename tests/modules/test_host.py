@@ -1,34 +1,36 @@
-"""A GPU's host without the GPU: what is measured there is the route of a GPU, and all of it."""
+"""A GPU's host without the GPU: a call takes the route of a GPU, and goes straight to it."""
 
 import gc
 import sys
 
 import pytest
 import torch
+import walked
 from host_only import routed
 from mock_cuda import kernel_of, launches, mock
 from triton.backends.nvidia.driver import CudaLauncher
 
 import bahdanau_fast as bf
-from benchmarks import host
-from benchmarks.bench import Runner
-from benchmarks.contestants.baselines import CourseAttention
-from benchmarks.tables import row_table
-from benchmarks.workloads.shapes import HOST, Case, Shape, cases, draw
+from benchmarks.cases import Case, Shape, draw
+from benchmarks.contestants import CourseAttention
 
-pytestmark = pytest.mark.skipif(host.why_not() is not None, reason=str(host.why_not()))
-STEP, CALL, BOTH = (case for case in cases("host") if case.table == "host")
+pytestmark = pytest.mark.skipif(walked.why_not() is not None, reason=str(walked.why_not()))
+HOST = Shape("host", 4, 1, 10, 64, lens="drawn")
+STEP, CALL, BOTH = (
+    Case("host", HOST, task, mode)
+    for task, mode in (("step", "forward"), ("full", "forward"), ("full", "train"))
+)
 
 
 def call_of(case, backend):
     """A call of our module; to be made on the route."""
     module = bf.AdditiveAttention(*[case.shape.hidden] * 3)
     with routed(backend), torch.set_grad_enabled(case.mode != "forward"):
-        return host.call_of(module, case)
+        return walked.call_of(module, case)
 
 
 def test_a_walk_is_counted_by_file(monkeypatch):
-    monkeypatch.setattr(host, "FOLDERS", ("/ours/",))
+    monkeypatch.setattr(walked, "FOLDERS", ("/ours/",))
     there = {"apply": lambda function: function()}
     texts = {
         "/ours/low.py": "def low(): return [apply(int)]",
@@ -38,8 +40,8 @@ def test_a_walk_is_counted_by_file(monkeypatch):
     for file, text in texts.items():
         exec(compile(text, file, "exec"), there)
     calls = []
-    there["between"](lambda: calls.append(host.walk(there["high"])))
-    assert calls == [host.Walk(calls=3, stays=5, rooms=2, returns=3)]
+    there["between"](lambda: calls.append(walked.walk(there["high"])))
+    assert calls == [walked.Walk(calls=3, stays=5, rooms=2, returns=3)]
 
 
 @pytest.mark.parametrize("case", [STEP, CALL], ids=["attend", "module"])
@@ -91,19 +93,6 @@ def test_a_cpu_tensor_is_one_again():
     assert "device" not in vars(torch.Tensor)
 
 
-def test_a_row_has_everybody():
-    case = Case("host", HOST, "full")
-    with Runner(seconds=0.001) as runner:
-        row = runner.row(case)
-    assert row["skipped"] == {}
-    ours = {host.ON_CPU, *host.ROUTES}
-    assert row["seconds"].keys() == {host.OWN, *ours}
-    assert row["host"].keys() == ours
-    assert all(found["share"] > 0 and found["calls"] > 0 for found in row["host"].values())
-    lines = "\n".join(row_table([row]))
-    assert all(f"{name} {row['host'][name]['share']:.2f} of d2l eager" in lines for name in ours)
-
-
 # ---- what a call may cost ----
 
 FRONT = Shape("products in front", 2, 1, 3, 512, lens="drawn")
@@ -123,7 +112,7 @@ def test_a_call_goes_straight_to_its_launches(what, shape):
     for backend in ("cuda", "triton"):
         call = call_of(case, backend)
         with routed(backend), torch.set_grad_enabled(mode == "train"):
-            walks[backend] = host.walk(call)
+            walks[backend] = walked.walk(call)
     assert walks["cuda"].calls <= MOST_CALLS[what], walks
     assert walks["triton"].calls <= MOST_CALLS[what] + MORE_IN_TRITON, walks
     assert what == "backward" or walks["cuda"].returns <= MOST_RETURNS, walks

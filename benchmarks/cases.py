@@ -62,7 +62,6 @@ class Shape:
 TOY = Shape("d2l-toy", 2, 1, 10, 8, query_size=20, key_size=2, value_size=4, lens="drawn")
 
 SCAN = Shape("gnmt-train", 256, 1, 75, 1024)
-HOST = Shape("host", 4, 1, 10, 64, lens="drawn")
 
 MANY_QUERIES = (
     Shape("parallel-4", 4, 128, 128, 512),
@@ -194,7 +193,6 @@ TITLES = {
     "shapes": "Every shape of the list",
     "peers": "Other libraries, each in a process of its own",
     "overhead": "What one call costs at the toy shape: nearly all of it is Python",
-    "host": "What one call costs the host of a GPU, its launches left out",
 }
 
 
@@ -228,10 +226,6 @@ _OVERHEAD = (
     Case("overhead", TOY, "step"),
     Case("overhead", replace(TOY, lens="none"), "full"),
 )
-_HOST = (
-    Case("host", HOST, "step", share=20.0),
-    *(Case("host", HOST, "full", mode, share=20.0) for mode in MODES),
-)
 _PEERS = (
     *(Case("peers", s, "projected", extra=("peer",)) for s in (LIST[1], _PARALLEL)),
     Case("peers", STEPS_ON_MEMORY[0], "step", extra=("peer",)),
@@ -248,7 +242,7 @@ def _shape_cases() -> Iterator[Case]:
 
 def cases(only: str | None = None) -> list[Case]:
     """The rows in the order of the tables; with ``only`` those whose table or shape contains it."""
-    found = [*_SPEED, *_shape_cases(), *_OVERHEAD, *_PEERS, *_HOST]
+    found = [*_SPEED, *_shape_cases(), *_OVERHEAD, *_PEERS]
     if only:
         found = [case for case in found if only in case.table or only in case.shape.name]
     return found

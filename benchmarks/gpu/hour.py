@@ -1,0 +1,210 @@
+"""``python -m benchmarks.gpu.hour --out FILE``: nine minutes on a GPU that is there once.
+
+Experiments come the most telling first: what hangs or is wrong, what a user feels, what decides a
+constant. ``python -m benchmarks.gpu.decide FILE`` reads what they wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bahdanau_fast.check.children import say
+
+from ..worker import ROOT
+from . import EACH, MACHINE, Experiment, Row, is_wrong, run
+from .decide import SWEEPS
+
+SECONDS = 540.0
+HERE, LAB = f"{__package__}.hour", f"{__package__}.lab:constant"
+CUDA, TRITON = "tests/cuda/gpu/test_", "tests/triton/kernels/test_"
+FIRST = f"{CUDA}persistent_on_gpu.py"  # it has the first cooperative launch
+# Other tests, and how many processes share them: compiling takes most of their time.
+PARTS = {
+    **{f"{CUDA}{name}.py": 2 for name in ("on_gpu", "graphs")},
+    **{f"{TRITON}kernels_parity.py": 4, f"{TRITON}fused_models.py": 2, f"{TRITON}fourier.py": 2},
+    **{f"{TRITON}{name}.py": 1 for name in ("compiled", "decoder", "launches")},
+    **{f"{TRITON}{name}.py": 1 for name in ("precision", "ranges")},
+}
+PART_SECONDS = 110.0  # of such a process
+# Rows of user.py, without those of the chapter's sizes and of compiled code.
+FELT = {
+    "user, training in float32": ("training step .*float32", 60),
+    "user, training in bfloat16": ("training step .*bfloat16", 60),
+    "user, host": ("host,", 30),
+    "user, decoding": ("greedy decode", 45),
+    "user, modules": ("module call|Tacotron step|captioner step", 45),
+}
+
+
+def experiments(dry: bool) -> list[Experiment]:
+    """All of them; in a dry run some at a time, and nothing is compiled beforehand."""
+    device = "cpu" if dry else "cuda"
+    in_triton = [s.constant for s in SWEEPS if any(w.backend == "triton" for w in s.ways.values())]
+    tests = [
+        Experiment(
+            f"{path}, {part + 1} of {count}",
+            *(PART_SECONDS, f"{HERE}:suite", (path, PART_SECONDS - 10, dry, part, count), True),
+        )
+        for path, count in PARTS.items()
+        for part in range(1 if dry else count)
+    ]
+    rows = f"{HERE}:{'tiny' if dry else 'felt'}"
+    user = [
+        Experiment(name, limit, EACH, ("user", f"{rows}:{pattern}", device))
+        for name, (pattern, limit) in FELT.items()
+    ]
+    mode = "dry" if dry else "timed"
+    found = [
+        Experiment("machine", 60, MACHINE, (device, *(["no GPU: a dry run"] if dry else ()))),
+        Experiment("check", 60, f"{HERE}:check"),
+        Experiment(FIRST, 90, f"{HERE}:suite", (FIRST, 80.0, dry)),
+        *tests,
+        *(Experiment(f"compile {name}", PART_SECONDS, LAB, (name, "warm"), True)
+          for name in dict.fromkeys(in_triton) if not dry),
+        *user,
+        *(Experiment(n, 25, LAB, (n, mode)) for n in dict.fromkeys(s.constant for s in SWEEPS)),
+    ]  # fmt: skip
+    if not dry:
+        return found
+    found[0] = found[0]._replace(seconds=300)  # it builds the mock runtime
+    # The processor serves its tensors, but for those of the lab.
+    interpret = (("TRITON_INTERPRET", str(int(e.function == LAB))) for e in found)
+    return [
+        e._replace(beside=e.name != "machine", variables=(of,))
+        for e, of in zip(found, interpret, strict=True)
+    ]
+
+
+# ---- what is run as users and tests run it
+
+
+def check() -> None:
+    """``python -m bahdanau_fast check``."""
+    from bahdanau_fast.cli import main
+
+    with redirect_stdout(io.StringIO()) as told:
+        code = main(["check"])
+    text = told.getvalue().splitlines()
+    say({"stage": "check", "row": "check", "passed": code == 0, "text": text})
+
+
+def suite(path: str, seconds: float, dry: bool, part: int = 0, parts: int = 1) -> None:
+    """Tests of a file, or each so-many-th; a row for each that fails, and one of all.
+
+    None begins after so many seconds. A dry run collects them.
+    """
+    import pytest
+
+    end = time.monotonic() + seconds
+    counts = dict.fromkeys(("passed", "failed", "skipped", "no time left"), 0)
+
+    class Told:
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            items[:] = items[part::parts]
+            counts["all"] = len(items)
+
+        def pytest_runtest_setup(self) -> None:
+            if time.monotonic() > end:
+                pytest.skip("no time left")
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            outcome = "no time left" if "no time left" in str(report.longrepr) else report.outcome
+            counts[outcome] += report.when == "call" or report.outcome != "passed"
+            if report.failed:
+                text = str(report.longrepr).splitlines()[-30:]
+                say({"stage": "test", "row": report.nodeid, "problem": text[-1], "text": text})
+
+    options = ["-v", "-p", "no:cacheprovider", "-m", "not deep"]
+    code = pytest.main([path, *options, *(["--collect-only", "-q"] if dry else [])], [Told()])
+    say({"stage": "test", "row": path, "part": [part + 1, parts], "tests": counts})
+    if code > 1:  # 1: tests failed, which is said
+        raise RuntimeError(f"pytest ended with {int(code)}")
+
+
+def felt(device: str, pattern: str) -> list[Row]:
+    """Rows of what a user feels."""
+    from . import user
+
+    s = user.SIZES["chapter"]
+    left_out = re.escape(str((s.batch, s.target, s.source, s.hidden)).replace(" ", ""))
+    return [
+        row
+        for row in user.user(device)
+        if re.search(pattern, row.name) and not re.search(f"compiled:|{left_out}", row.name)
+    ]
+
+
+def tiny(device: str, pattern: str) -> list[Row]:
+    """The first of them, small."""
+    from .. import measure
+    from . import user
+
+    user.SIZES, measure.GPU_SECONDS = user.TINY, 1e-3
+    measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-4, 0.0
+    return felt(device, pattern)[:1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """2 where there is no GPU, 1 where an experiment did not end well.
+
+    Args:
+        arguments: instead of those of the command line.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.hour", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, as they come")
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--only", nargs="*", help="experiments by name")
+    parser.add_argument("--dry", action="store_true", help="without a GPU, and without times")
+    given = parser.parse_args(arguments)
+    begun = time.monotonic()
+    commit = ROOT / "commit"  # of the bundle
+    if commit.exists():
+        os.environ.setdefault("BAHDANAU_FAST_COMMIT", commit.read_text().strip())
+    sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
+    if given.dry:
+        os.environ["TRITON_INTERPRET"] = "1"
+    # For all that are forked. Dynamo could ask for a GPU, and a fork after that has none.
+    loaded = ["torch.profiler", "triton", "pytest", "hypothesis"]
+    for name in [*loaded, "torch._dynamo"] if given.dry else loaded:
+        with suppress(ImportError):
+            import_module(name)
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as cache, given.out.open("a", encoding="utf-8") as file:
+        os.environ.setdefault("TRITON_CACHE_DIR", cache)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+
+        def record(row: dict[str, Any]) -> None:
+            print(json.dumps(row), file=file, flush=True)
+            print(json.dumps({k: v for k, v in row.items() if k != "text"})[:500], flush=True)
+            if is_wrong(row):
+                wrong.append(row["row"])
+
+        first, *rest = experiments(given.dry)
+        run([first], SECONDS, record)
+        if wrong:
+            print("gpu-hour: nothing else is measured", file=sys.stderr)
+            return 2
+        chosen: list[Experiment] = [e for e in rest if not given.only or e.name in given.only]
+        width = max((os.cpu_count() or 1) - 2, 2)
+        run(chosen, given.seconds - (time.monotonic() - begun), record, width)
+    print(f"{len(wrong)} not well: {', '.join(wrong)}" if wrong else "all well")
+    print(f"in the checkout: python -m benchmarks.gpu.decide {given.out}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
+    sys.exit(main())

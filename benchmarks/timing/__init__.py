@@ -1,1 +1,0 @@
-"""How time is taken: in turns, in processes, and what a difference means."""

@@ -1,1 +1,0 @@
-"""What is measured: shapes, their tensors, and the rows of the tables."""
