@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ Work = Callable[[], Iterable[Row]]
 OVER = "the time was over"
 # In front of each row, so that nothing else that is printed is taken for one.
 _MARK = b"\x1e"
-# Lines of what else a child printed that are kept: the end of a traceback.
+# Lines of what else a child printed that a row has: the end of a traceback.
 _OUTPUT = 20
 # Seconds for a killed process to be gone; one that a driver holds may never be.
 _GONE = 3.0
@@ -43,7 +44,7 @@ def lines(work: Work, silence: float, until: float) -> Iterator[Row]:
         until: the time (of ``time.monotonic``) at which it is.
     """
     reader, writer = os.pipe()
-    child = _started(work, writer)
+    child = _start(work, writer)
     os.close(writer)
     ended, finished, rest, output = None, False, b"", []
     heard = time.monotonic()
@@ -76,7 +77,7 @@ def lines(work: Work, silence: float, until: float) -> Iterator[Row]:
 def together(works: Sequence[Work], until: float) -> None:
     """Do all at once, each in a child, and ask nobody for a row; at the time all are ended."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    left = [_started(work, nowhere) for work in works]
+    left = [_start(work, nowhere) for work in works]
     os.close(nowhere)
     try:
         while left and time.monotonic() < until:
@@ -87,7 +88,7 @@ def together(works: Sequence[Work], until: float) -> None:
             _code(child, kill=True)
 
 
-def _started(work: Work, writer: int) -> int:
+def _start(work: Work, writer: int) -> int:
     """A child that does the work."""
     sys.stdout.flush()  # else it would hold the same lines
     child = os.fork()
@@ -111,16 +112,14 @@ def _started(work: Work, writer: int) -> int:
 
 def _code(child: int, kill: bool) -> int | None:
     """The exit code, negative of a signal; None of a process that does not end."""
-    for end in (os.killpg, os.kill) if kill else ():  # it may not have its group yet
-        try:
+    for end in (os.killpg, os.kill) if kill else ():  # it may have no group yet
+        with suppress(ProcessLookupError):
             end(child, signal.SIGKILL)
             break
-        except ProcessLookupError:
-            continue
     until = time.monotonic() + _GONE
     while time.monotonic() < until:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     return None
