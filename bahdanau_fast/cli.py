@@ -28,18 +28,18 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the option that was likely meant."""
 
     commands: Sequence[str] = ()  # of the top-level parser
-    given: Sequence[str] = ()
+    arguments: Sequence[str] = ()
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """Report unknown options here: each command knows its own."""
-        self.given = sys.argv[1:] if args is None else list(args)
+        self.arguments = sys.argv[1:] if args is None else list(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        if self.commands and not self.given:
+        if self.commands and not self.arguments:
             self.print_help(sys.stderr)
         name = self.prog.removeprefix("python -m ")
         self.exit(2, f"{name}: error: {self._unknown() or message}\n")
@@ -48,24 +48,23 @@ class _Parser(argparse.ArgumentParser):
         """The first unknown option or command, with a similar known one; empty if all are known."""
         # Options after a command are checked by the command; arguments after "--" are no options.
         ends = (*self.commands, "--")
-        own = takewhile(lambda argument: argument not in ends, self.given)
-        known = [option for action in self._actions for option in action.option_strings]
-        for argument in own:
+        options = [option for action in self._actions for option in action.option_strings]
+        for argument in takewhile(lambda argument: argument not in ends, self.arguments):
             option = argument.partition("=")[0]
-            if option.startswith("--") and not any(o.startswith(option) for o in known):
+            if option.startswith("--") and not any(o.startswith(option) for o in options):
                 meant = " (options follow their command)" if self.commands else ""
-                return f"unknown option {option}{meant or _like(option, known)}"
-        if self.commands and not any(argument in self.commands for argument in self.given):
-            given = next((a for a in self.given if not a.startswith("-")), "")
-            if given:
-                return f"unknown command {given!r}{_like(given, self.commands)}"
+                return f"unknown option {option}{meant or _like(option, options)}"
+        if self.commands and not any(argument in self.commands for argument in self.arguments):
+            command = next((a for a in self.arguments if not a.startswith("-")), "")
+            if command:
+                return f"unknown command {command!r}{_like(command, self.commands)}"
             return f"a command is missing, one of {', '.join(self.commands)}"
         return ""
 
 
-def _like(given: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(given, known, n=1)
-    return f"; did you mean {found[0]}?" if found else " (see --help)"
+def _like(name: str, names: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {similar[0]}?" if similar else " (see --help)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ import torch
 
 from bahdanau_fast import backends, switches
 from bahdanau_fast.backends import availability
-from bahdanau_fast.check.calls import CASES, check_one, in_words
 from bahdanau_fast.check.children import OVER, Row, lines, together
 from bahdanau_fast.check.families import FAMILIES, compiled, rows
 from bahdanau_fast.check.machine import gpu, may_have_gpu, versions
+from bahdanau_fast.check.problems import CASES, attention, in_words, worst
 
 __all__ = ["check"]
 
@@ -44,7 +44,7 @@ def check(report: str | None = None) -> bool:
     Raises:
         OSError: the file cannot be written.
     """
-    begun, out = time.monotonic(), sys.stderr if report == "-" else sys.stdout
+    start, out = time.monotonic(), sys.stderr if report == "-" else sys.stdout
     if report not in (None, "-"):
         Path(report).touch()  # what cannot be written is said before any work
 
@@ -53,9 +53,9 @@ def check(report: str | None = None) -> bool:
 
     say("largest error of outputs and gradients, as a share of what the parity rule allows")
     say(f"{'family':<15}{'dtype':<10}{'case':<31}{'ours':>8}{'eager':>8}   worst in")
-    found = [*lines(gpu, SILENCE, begun + SECONDS)] if may_have_gpu() else []
+    gpus = [*lines(gpu, SILENCE, start + SECONDS)] if may_have_gpu() else []
     tried: list[Row] = []
-    for row in _tried(found, begun + SECONDS):
+    for row in _tried(gpus, start + SECONDS):
         tried.append(row)
         say(_line(row))
     wrong, passed = _wrong(tried), not any(map(_is_bad, tried))
@@ -69,16 +69,16 @@ def check(report: str | None = None) -> bool:
         say(f"not all was tried in {SECONDS:g} s: once more, Triton keeps what it has compiled")
     say("PASS" if passed else "FAIL")
     if report is not None:
-        made = {
+        content = {
             **versions(),
-            "gpu": found[0] if found else None,
+            "gpu": gpus[0] if gpus else None,
             "off": sorted(switches.OFF),
             "rows": tried,
             "wrong": wrong,
             "passed": passed,
-            "seconds": round(time.monotonic() - begun, 1),
+            "seconds": round(time.monotonic() - start, 1),
         }
-        text = json.dumps(_finite(made), indent=1) + "\n"
+        text = json.dumps(_finite(content), indent=1) + "\n"
         if report == "-":
             sys.stdout.write(text)
         else:
@@ -86,46 +86,44 @@ def check(report: str | None = None) -> bool:
     return passed
 
 
-def _tried(found: Sequence[Row], until: float) -> Iterator[Row]:
+def _tried(gpus: Sequence[Row], until: float) -> Iterator[Row]:
     """A row for all that is tried, and for what is not: the families of a GPU, then the CPU."""
-    there = found[0] if found else {}
-    if "ended" in there:
-        yield {"family": "gpu", **there}
-    elif there:
-        why = {name: _why_not(name, there) for name in FAMILIES}
-        compiles = [
-            partial(compiled, name, dtype)
-            for name in ("triton", "terms", "waves")
-            for dtype in {each.dtype for each in FAMILIES[name].experiments if why[name] is None}
-        ]
+    has = gpus[0] if gpus else {}
+    if "ended" in has:
+        yield {"family": "gpu", **has}
+    elif has:
+        why = {name: _why_not(name, has) for name in FAMILIES}
+        tried = [name for name in ("triton", "terms", "waves") if why[name] is None]
+        dtypes = {(n, experiment.dtype) for n in tried for experiment in FAMILIES[n].experiments}
+        compiles = [partial(compiled, name, dtype) for name, dtype in dtypes]
         together(compiles, min(time.monotonic() + COMPILING, until))
         for name in FAMILIES:
             if why[name] is None:
                 yield from _family(name, until)
             else:
                 yield {"family": name, "unchecked": why[name]}
-    yield from _on_cpu(with_gpu=bool(there))
+    yield from _on_cpu(with_gpu=bool(has))
 
 
-def _why_not(name: str, there: Row) -> str | None:
+def _why_not(name: str, has: Row) -> str | None:
     """What keeps a family from being tried on a GPU, or None."""
     backend = FAMILIES[name].backend
-    problem: str | None = switches.why_off(name) or there["why_not"][backend]
+    problem: str | None = switches.why_off(name) or has["why_not"][backend]
     if problem is None and backend == "triton" and availability.interpreted():
         return "TRITON_INTERPRET=1 has it on the CPU"
-    if problem is None and name == "clusters" and tuple(there["capability"]) < _CLUSTERS:
+    if problem is None and name == "clusters" and tuple(has["capability"]) < _CLUSTERS:
         return "this GPU has none"
     return problem
 
 
 def _family(name: str, until: float) -> Iterator[Row]:
     """Its experiments in a process of its own; the one that it ended in, if it did."""
-    begun: Row = {}
+    current: Row = {}
     for row in lines(partial(rows, name), SILENCE, until):
         if "begun" in row:
-            begun = {"family": name, "case": row["case"], "dtype": row["dtype"]}
+            current = {"family": name, "case": row["case"], "dtype": row["dtype"]}
         else:
-            yield {"family": name, **begun, **row}
+            yield {"family": name, **current, **row}
 
 
 def _on_cpu(with_gpu: bool) -> Iterator[Row]:
@@ -137,8 +135,8 @@ def _on_cpu(with_gpu: bool) -> Iterator[Row]:
         for dtype in dtypes[name == "triton" :]:  # which has no fp64
             for case in CASES if name in on_cpu else ():
                 row = {"family": name, "case": case.name, "dtype": in_words(dtype)}
-                ours, eager, worst = check_one(name, case, dtype)
-                yield {**row, "ours": ours, "eager": eager, "worst": worst}
+                ours, eager, label = worst(attention(case), name, dtype, "cpu")
+                yield {**row, "ours": ours, "eager": eager, "worst": label}
     for name in backends.BACKENDS:
         if name not in available and not (with_gpu and name in FAMILIES):
             yield {"family": name, "unchecked": backends.why_not(name)}
@@ -163,11 +161,12 @@ def _is_bad(row: Row) -> bool:
 
 def _wrong(tried: Sequence[Row]) -> list[str]:
     """The families to switch off: one that is wrong, or the backend if that is, with all of it."""
-    found = [row["family"] for row in tried if _is_bad(row) and row.get("ended") != OVER]
-    covered = {
-        n for n, family in FAMILIES.items() if family.backend in found and n != family.backend
-    }
-    return [name for name in FAMILIES if name in found and name not in covered]
+    bad = [row["family"] for row in tried if _is_bad(row) and row.get("ended") != OVER]
+    return [
+        n
+        for n in FAMILIES
+        if n in bad and (n == FAMILIES[n].backend or FAMILIES[n].backend not in bad)
+    ]
 
 
 def _finite(x: object) -> object:

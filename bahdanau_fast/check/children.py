@@ -54,7 +54,7 @@ class Child:
         self.silence, self.over, self._until = silence, False, until
         self._gone = False
         self._reader, writer = os.pipe()
-        self._pid = _started(work, writer)
+        self._pid = _start(work, writer)
         os.close(writer)
         os.set_blocking(self._reader, False)
         self._heard, self._rest, self._output = time.monotonic(), b"", list[str]()
@@ -137,7 +137,7 @@ def together(works: Sequence[Work], until: float) -> None:
             child.end()
 
 
-def _started(work: Work, writer: int) -> int:
+def _start(work: Work, writer: int) -> int:
     """A child that does the work."""
     sys.stdout.flush()  # else it would hold the same lines
     child = os.fork()

@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 import torch
 
 from bahdanau_fast import backends, switches
-from bahdanau_fast.check.calls import Case, in_words
 from bahdanau_fast.check.children import Row
 from bahdanau_fast.check.problems import (
+    Case,
     Cell,
+    CheckProblem,
     Prepared,
-    Problem,
     Way,
     Worst,
     attention,
     decoder,
-    judged,
-    judged_tokens,
+    in_words,
+    once,
+    worst,
+    worst_token,
 )
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 
@@ -43,48 +45,44 @@ _ROUNDS = 4  # of calls on two streams
 # ---- ways to run what differs in its numbers alone ----
 
 
-def _once(of: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
-    return [(0, run(of[0]))]
+def _again(problems: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
+    """The plan that the second call saved launches the third, on other numbers."""
+    return [(i, run(problems[i])) for i in (0, 0, 1)]
 
 
-def _again(of: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
-    """What is kept of the second call launches the third, on other numbers."""
-    return [(place, run(of[place])) for place in (0, 0, 1)]
-
-
-def _on_two_streams(of: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
+def _on_two_streams(problems: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found: dict[int, Any] = {}
-    for _, (place, stream) in product(range(_ROUNDS), enumerate(streams)):
+    results: dict[int, Any] = {}
+    for _, (i, stream) in product(range(_ROUNDS), enumerate(streams)):
         with torch.cuda.stream(stream):
-            found[place] = run(of[place])
+            results[i] = run(problems[i])
     torch.cuda.synchronize()
-    return [*found.items()]
+    return [*results.items()]
 
 
-def _replayed(of: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
+def _replayed(problems: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
     """A CUDA graph of the first, on the numbers of the second."""
-    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(here)
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
     with torch.cuda.stream(side):  # what is loaded and tried out at first calls
         for _ in range(2):
-            run(of[0])
-    here.wait_stream(side)
+            run(problems[0])
+    current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run(of[0])
-    captured, others = ([*each.leaves, *each.others] for each in of[:2])
+        results = run(problems[0])
+    captured, others = ([*problem.leaves, *problem.others] for problem in problems[:2])
     with torch.no_grad():
         for old, new in zip(captured, others, strict=True):
             old.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    return [(1, found)]
+    return [(1, results)]
 
 
 WAYS: dict[str, Way] = {
-    "": _once,
+    "": once,
     "again": _again,
     "two streams": _on_two_streams,
     "replayed": _replayed,
@@ -99,7 +97,7 @@ class Experiment(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    judge: Callable[[str, str], Worst]  # of a backend and a device
+    judge: Callable[[str, str], Worst]  # of a backend on a device
     # How the backend would compute it, where that is not what is to be tried; else None.
     absent: Callable[[str, str], str | None] = lambda *_: None
 
@@ -111,38 +109,39 @@ class Family(NamedTuple):
     experiments: tuple[Experiment, ...]
 
 
-def _experiment(problem: Problem, dtype: torch.dtype, way: str = "", want: str = "") -> Experiment:
-    name = f"{problem.name}, {way}" if way else problem.name
+def _experiment(
+    problem: CheckProblem, dtype: torch.dtype, way: str = "", by: str = ""
+) -> Experiment:
     return Experiment(
-        name,
+        f"{problem.name}, {way}" if way else problem.name,
         dtype,
-        lambda backend, device: judged(problem, backend, WAYS[way], dtype, device),
-        partial(_absent, problem, dtype, want),
+        lambda backend, device: worst(problem, backend, dtype, device, WAYS[way]),
+        partial(_absent, problem, dtype, by),
     )
 
 
 def _absent(
-    problem: Problem, dtype: torch.dtype, want: str, backend: str, device: str
+    problem: CheckProblem, dtype: torch.dtype, by: str, backend: str, device: str
 ) -> str | None:
-    if not want:
+    if not by:
         return None
     with backends.use(backend):
-        said = problem.prepare(0, dtype, dtype, device).explain()
-    return None if want in said else said
+        explained = problem.prepare(0, dtype, dtype, device).explain()
+    return None if by in explained else explained
 
 
 def _calls(
     cases: Sequence[Case], dtypes: Sequence[torch.dtype], ways: Sequence[str] = ("",)
 ) -> tuple[Experiment, ...]:
-    of = product(map(attention, cases), dtypes, ways)
-    return tuple(_experiment(problem, dtype, way) for problem, dtype, way in of)
+    every = product(map(attention, cases), dtypes, ways)
+    return tuple(_experiment(problem, dtype, way) for problem, dtype, way in every)
 
 
 def _greedy(cls: Cell, dtype: torch.dtype) -> Experiment:
     return Experiment(
         f"{cls.__name__} writes tokens",
         dtype,
-        lambda backend, device: judged_tokens(cls, backend, dtype, device),
+        lambda backend, device: worst_token(cls, backend, dtype, device),
         partial(_absent, decoder(cls), dtype, _ONE),  # type: ignore[arg-type]  # of a cache
     )
 
@@ -173,7 +172,7 @@ FAMILIES = {
         (
             *_calls((_STEP, _SPLIT, _FEW, _ODD, _LARGE, _WIDE), ALL),
             *_calls((_STEP, _SPLIT), (BF16,), _GRAPHED),
-            *(_experiment(decoder(cls), BF16, want=_LOOP) for cls in _CELLS),
+            *(_experiment(decoder(cls), BF16, by=_LOOP) for cls in _CELLS),
         ),
     ),
     "clusters": Family(
@@ -182,7 +181,7 @@ FAMILIES = {
     "one-launch": Family(
         "cuda",
         (
-            *(_experiment(decoder(cls), d, want=_ONE) for cls in _CELLS for d in HALF),
+            *(_experiment(decoder(cls), d, by=_ONE) for cls in _CELLS for d in HALF),
             *(_experiment(decoder(AttentionGRU), BF16, way, _ONE) for way in _GRAPHED),
             *(_greedy(cls, dtype) for cls in _CELLS for dtype in HALF),
         ),
@@ -193,7 +192,7 @@ FAMILIES = {
             *_calls((_SPLIT, _MANY), ALL),
             *_calls((_STEP, _FEW, _RELU), (BF16,)),
             *_calls((_STEP, _MANY), (BF16,), _GRAPHED),
-            _experiment(decoder(AttentionGRU), BF16, want=_LOOP),
+            _experiment(decoder(AttentionGRU), BF16, by=_LOOP),
         ),
     ),
     "terms": Family("triton", (*_calls((_MANY,), HALF), *_calls((_MANY,), (BF16,), _GRAPHED))),
@@ -215,18 +214,20 @@ def beside(name: str) -> frozenset[str]:
 def compiled(name: str, dtype: torch.dtype, device: str = "cuda") -> Iterator[Row]:
     """No row: has Triton compile what a family takes in a dtype, and launches nothing of it.
 
-    For a process of its own. Kernels go where Triton keeps them, for those that launch them.
+    For a process of its own: kernels go into Triton's cache, for the processes that launch them.
     """
 
-    def compile_alone(_: Any, kernel: Any, *grid: int, **given: Any) -> None:
-        getattr(kernel.warmup(grid=grid, **given), "run", None)  # older Tritons compile that, too
+    def compile_alone(_: Any, kernel: Any, *grid: int, **args: Any) -> None:
+        getattr(kernel.warmup(grid=grid, **args), "run", None)  # older Tritons compile that, too
 
     importlib.import_module("bahdanau_fast.backends.triton.launch").Steps.launch = compile_alone
     switches.OFF |= beside(name) | {"kept-launches"}
-    WAYS.update(dict.fromkeys(WAYS, _once))
+    WAYS.update(dict.fromkeys(WAYS, once))
     for experiment in FAMILIES[name].experiments:
         if experiment.dtype is dtype:
-            with suppress(Exception):  # of numbers that nobody made; or it will be raised again
+            with suppress(
+                Exception
+            ):  # of numbers that were not computed; or it will be raised again
                 experiment.judge("triton", device)
     yield from ()
 
@@ -247,10 +248,10 @@ def rows(name: str, device: str = "cuda") -> Iterator[Row]:
             if absent is not None:
                 yield {**row, "absent": absent}
                 continue
-            ours, eager, worst = experiment.judge(backend, device)
+            ours, eager, label = experiment.judge(backend, device)
         except Exception as error:
-            said = (str(error).strip() or "no words").splitlines()[0]
+            line = (str(error).strip() or "no words").splitlines()[0]
             output = traceback.format_exc(limit=-4).splitlines()
-            yield {**row, "raised": f"{type(error).__name__}: {said}", "output": output}
+            yield {**row, "raised": f"{type(error).__name__}: {line}", "output": output}
         else:
-            yield {**row, "ours": ours, "eager": eager, "worst": worst}
+            yield {**row, "ours": ours, "eager": eager, "worst": label}

@@ -1,4 +1,4 @@
-"""What the families of GPU kernels are tried on: calls whose results plain PyTorch can judge.
+"""What backends and families of kernels are tried on: calls that plain PyTorch can judge.
 
 A problem is drawn in fp64 and rounded to a dtype; all who compute it get the same numbers. Its
 results are outputs and gradients, and the outputs once more without gradients, where other kernels
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, parity
-from bahdanau_fast.check.calls import Case
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 from bahdanau_fast.modules.decoder_loop import decode_greedily
 
-__all__ = ["Prepared", "Problem", "Way", "Worst", "attention", "decoder", "judged", "judged_tokens"]
+__all__ = ["CASES", "Case", "CheckProblem", "Prepared", "Way", "Worst", "attention", "decoder",
+           "in_words", "once", "worst", "worst_token"]  # fmt: skip
 
 # Draws, the first two of which are computed by ours; eager's error is the largest of all of them.
 _DRAWS = 4
@@ -36,14 +36,14 @@ _MARKS = 1, 2, 0
 class Prepared(NamedTuple):
     """A problem on a device, in a dtype; with gradients of outputs behind its lengths or mask."""
 
-    leaves: list[Tensor]  # that want a gradient
+    leaves: list[Tensor]  # that have a gradient
     others: list[Tensor]
     call: Callable[[], list[Tensor]]  # the outputs
     explain: Callable[[], str] = str  # how they are computed, of a decoder
 
 
-class Problem(NamedTuple):
-    """Its name, the names of its results, and what prepares it.
+class CheckProblem(NamedTuple):
+    """Its name, the names of its results, what prepares it, and the terms of its longest sum.
 
     ``prepare(seed, rounded, dtype, device)``: numbers that ``rounded`` has, in ``dtype``.
     """
@@ -51,6 +51,7 @@ class Problem(NamedTuple):
     name: str
     labels: tuple[str, ...]
     prepare: Callable[[int, torch.dtype, torch.dtype, str], Prepared]
+    terms: int = 0
 
 
 class Worst(NamedTuple):
@@ -63,41 +64,59 @@ class Worst(NamedTuple):
 
 Cell = type[AttentionGRU] | type[AttentionLSTM]
 
-#: Runs problems that differ in their numbers: gives results, each with the place of its problem.
+#: Runs problems that differ in their numbers: gives results, each with the index of its problem.
 Way = Callable[[Sequence[Prepared], Callable[[Prepared], list[Tensor]]], list[tuple[int, Any]]]
 
 
-def results(backend: str, of: Prepared) -> list[Tensor]:
+def once(problems: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
+    """The way of one call."""
+    return [(0, run(problems[0]))]
+
+
+def in_words(dtype: torch.dtype) -> str:
+    """As "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def results(backend: str, problem: Prepared) -> list[Tensor]:
     """Outputs, gradients of the leaves, and outputs without gradients."""
     with backends.use(backend):
-        for leaf in of.leaves:
+        for leaf in problem.leaves:
             leaf.grad = None
-        outputs = of.call()
-        torch.autograd.backward(outputs, of.others[-len(outputs) :])
+        outputs = problem.call()
+        torch.autograd.backward(outputs, problem.others[-len(outputs) :])
         with torch.no_grad():
-            again = of.call()
-    grads = [leaf.grad for leaf in of.leaves if leaf.grad is not None]
+            again = problem.call()
+    grads = [leaf.grad for leaf in problem.leaves if leaf.grad is not None]
     return [x.detach() for x in (*outputs, *grads, *again)]
 
 
-def judged(problem: Problem, backend: str, way: Way, dtype: torch.dtype, device: str) -> Worst:
+def worst(
+    problem: CheckProblem, backend: str, dtype: torch.dtype, device: str, way: Way = once
+) -> Worst:
     """By the parity rule; eager's error is that of several draws, since one may be lucky."""
     exact, eager_errors = [], [0.0] * len(problem.labels)
     for seed in range(_DRAWS):
         exact.append(results("reference", problem.prepare(seed, dtype, torch.float64, "cpu")))
         eager = results("reference", problem.prepare(seed, dtype, dtype, device))
-        found = map(parity.error, map(Tensor.cpu, eager), exact[-1])
-        eager_errors = [max(pair) for pair in zip(eager_errors, found, strict=True)]
-    ours = [problem.prepare(seed, dtype, dtype, device) for seed in (0, 1)]
-    worst = []
-    for place, found in way(ours, partial(results, backend)):
-        got = [x.cpu() for x in found]
-        for label, x, true, error in zip(
-            problem.labels, got, exact[place], eager_errors, strict=True
-        ):
-            allowed = parity.allowed(error, float(true.abs().max()), dtype)
-            worst.append(Worst(parity.error(x, true) / allowed, error / allowed, label))
-    return max(worst)
+        errors = map(parity.error, map(Tensor.cpu, eager), exact[-1])
+        eager_errors = [max(pair) for pair in zip(eager_errors, errors, strict=True)]
+    if dtype is torch.float64:
+        # The exact result is itself a rounded sum, so eager's error is unknown. Two sums of n terms
+        # in different orders are at most n roundings apart each.
+        rounded = problem.terms * torch.finfo(dtype).eps / 2
+        eager_errors = [rounded * float(x.abs().max()) for x in exact[0]]
+    prepared = [problem.prepare(seed, dtype, dtype, device) for seed in (0, 1)]
+    shares = []
+    for index, ours in way(prepared, partial(results, backend)):
+        columns = zip(problem.labels, ours, exact[index], eager_errors, strict=True)
+        shares += [_share(label, x.cpu(), true, error, dtype) for label, x, true, error in columns]
+    return max(shares)
+
+
+def _share(label: str, x: Tensor, exact: Tensor, eager_error: float, dtype: torch.dtype) -> Worst:
+    allowed = parity.allowed(eager_error, float(exact.abs().max()), dtype)
+    return Worst(parity.error(x, exact) / allowed, eager_error / allowed, label)
 
 
 def _labels(outputs: Sequence[str], leaves: Sequence[str]) -> tuple[str, ...]:
@@ -114,21 +133,72 @@ def _drawn(generator: torch.Generator, *shapes: tuple[int, ...]) -> list[Tensor]
 _INPUTS = ("queries", "keys", "values", "W_q", "W_k", "w_v")
 
 
-def attention(case: Case) -> Problem:
+class Case(NamedTuple):
+    """Sizes of one call."""
+
+    name: str
+    batch: int
+    queries: int
+    keys: int
+    hidden: int
+    features: tuple[int, int, int]
+    seen: str = "all"
+    activation: str = "tanh"
+
+    def draw(self, seed: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Inputs in fp64: queries, keys, values, W_q, W_k, w_v; and lengths or a mask, by name."""
+        generator = torch.Generator().manual_seed(self.batch * 7919 + self.keys + 104729 * seed)
+        query_size, key_size, value_size = self.features
+        tensors = _drawn(
+            generator,
+            (self.batch, self.queries, query_size),
+            (self.batch, self.keys, key_size),
+            (self.batch, self.keys, value_size),
+            (self.hidden, query_size),
+            (self.hidden, key_size),
+            (1, self.hidden),
+        )
+        tensors[3] *= query_size**-0.5
+        tensors[4] *= key_size**-0.5
+        if self.seen == "all":
+            return tensors, {}
+        if self.seen == "mask":
+            mask = torch.rand(self.batch, self.keys, generator=generator) < 0.7
+            return tensors, {"mask": mask}
+        size = (self.batch,) if self.seen == "per row" else (self.batch, self.queries)
+        lens = torch.randint(0, self.keys + 1, size, generator=generator)
+        return tensors, {"valid_lens": lens}
+
+
+#: What each backend that serves the CPU is tried on.
+CASES = (
+    Case("decoder step", 16, 1, 50, 64, (64, 64, 64), "per row"),
+    Case("long source", 1, 1, 1000, 128, (96, 128, 80)),
+    Case("many queries", 4, 33, 34, 96, (64, 48, 40), "per query"),
+    Case("small primes", 3, 5, 7, 11, (2, 13, 3), "per query"),
+    Case("one of each", 1, 1, 1, 1, (1, 1, 1)),
+)
+
+
+def attention(case: Case) -> CheckProblem:
     """A call of ``additive_attention``."""
 
     def prepare(seed: int, rounded: torch.dtype, dtype: torch.dtype, device: str) -> Prepared:
-        tensors, seen = case.draw(seed)
+        tensors, masks = case.draw(seed)
         leaves = [x.to(rounded).to(device, dtype).requires_grad_() for x in tensors]
-        seen = {name: x.to(device) for name, x in seen.items()}
+        masks = {name: x.to(device) for name, x in masks.items()}
         shape = case.batch, case.queries
         generator = torch.Generator().manual_seed(seed)
         grads = _drawn(generator, (*shape, case.features[2]), (*shape, case.keys))
         upstream = [x.to(rounded).to(device, dtype) for x in grads]
-        given, attend = {**seen, "activation": case.activation}, cast(Any, additive_attention)
-        return Prepared(leaves, [*seen.values(), *upstream], lambda: list(attend(*leaves, **given)))
+        options, attend = {**masks, "activation": case.activation}, cast(Any, additive_attention)
+        return Prepared(
+            leaves, [*masks.values(), *upstream], lambda: list(attend(*leaves, **options))
+        )
 
-    return Problem(case.name, _labels(("context", "weights"), _INPUTS), prepare)
+    # The longest sum is that of a weight's gradient.
+    terms = case.batch * case.queries * case.keys + case.hidden + max(case.features)
+    return CheckProblem(case.name, _labels(("context", "weights"), _INPUTS), prepare, terms)
 
 
 # ---- decoders ----
@@ -138,117 +208,111 @@ def _module(cls: Cell, seed: int) -> Any:
     """An ``nn.ModuleDict``: a decoder, embeddings and an output layer, in fp64."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        made = {
+        layers = {
             "decoder": cls(_E, _H, value_size=_DV),
             "embedding": nn.Embedding(_V, _E),
             "dense": nn.Linear(_H, _V),
         }
-    return nn.ModuleDict(made).double()
+    return nn.ModuleDict(layers).double()
 
 
-def _numbers(
+def _inputs(
     cls: Cell, seed: int, rounded: torch.dtype, dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """What a decoder of ``cls`` is given, and the gradients of its outputs."""
+    """The inputs of a decoder of ``cls``, its lengths, and the gradients of its outputs."""
     shapes = {"inputs": (_T, _B, _E), "hidden": (1, _B, _H), "cell": (1, _B, _H)}
     shapes |= {"keys": (_B, _TK, _H), "values": (_B, _TK, _DV)}
     shapes |= {"d outputs": (_T, _B, _H), "d hidden": (1, _B, _H), "d cell": (1, _B, _H)}
     shapes |= {"d weights": (_B, _T, _TK)}
     drawn = _drawn(torch.Generator().manual_seed(seed), *shapes.values())
     named = zip(shapes, (x.to(rounded).to(device, dtype) for x in drawn), strict=True)
-    return {name: x for name, x in named if "cell" not in name or cls is AttentionLSTM}
+    inputs = {name: x for name, x in named if "cell" not in name or cls is AttentionLSTM}
+    return {"lens": torch.tensor([_TK, 3, 7 + seed], device=device), **inputs}
 
 
 @functools.cache
-def decoder(cls: Cell) -> Problem:
+def decoder(cls: Cell) -> CheckProblem:
     """All steps of a decoder, of given inputs."""
     state = ("hidden", "cell") if cls is AttentionLSTM else ("hidden",)
-    given = ("inputs", *state, "keys", "values")
+    names = ("inputs", *state, "keys", "values")
     parameters = tuple(name for name, _ in _module(cls, 0)["decoder"].named_parameters())
 
     def prepare(seed: int, rounded: torch.dtype, dtype: torch.dtype, device: str) -> Prepared:
         module = _module(cls, seed)["decoder"].to(rounded).to(device, dtype)
-        named = _numbers(cls, seed, rounded, dtype, device)
-        lens = torch.tensor([_TK, 3, 7 + seed], device=device)
-        inputs, *last, keys, values = leaves = [named[name].requires_grad_() for name in given]
-        hidden = tuple(last) if len(last) > 1 else last[0]
+        named = _inputs(cls, seed, rounded, dtype, device)
+        inputs, *last, keys, values = leaves = [named[name].requires_grad_() for name in names]
+        args = inputs, tuple(last) if len(last) > 1 else last[0], keys, values, named["lens"]
 
         def call() -> list[Tensor]:
-            outputs, after = module(inputs, hidden, keys, values, lens)
+            outputs, after = module(*args)
             after = after if isinstance(after, tuple) else (after,)
             return [outputs, *after, module.attention_weights]
 
         upstream = [x for name, x in named.items() if name.startswith("d ")]
-        explain = partial(module.explain, inputs, hidden, keys, values, lens)
-        return Prepared([*leaves, *module.parameters()], [lens, *upstream], call, explain)
+        others = [named["lens"], *upstream]
+        explain = partial(module.explain, *args)
+        return Prepared([*leaves, *module.parameters()], others, call, explain)
 
     outputs = ("outputs", *state, "weights")
-    return Problem(cls.__name__, _labels(outputs, (*given, *parameters)), prepare)
+    return CheckProblem(cls.__name__, _labels(outputs, (*names, *parameters)), prepare)
 
 
-def judged_tokens(cls: Cell, backend: str, dtype: torch.dtype, device: str) -> Worst:
+def worst_token(cls: Cell, backend: str, dtype: torch.dtype, device: str) -> Worst:
     """Of greedy decoding: plain PyTorch takes the tokens that came out as given inputs.
 
     Each has to be the likeliest after those before it, but for what the parity rule allows both its
     logit and the likeliest one to be off; what follows the end of a row has to be padding.
     """
-    worst = [_tokens(cls, seed, backend, dtype, device) for seed in range(2)]
-    return max(each for pair in worst for each in pair)
+    return max(_tokens(cls, seed, backend, dtype, device) for seed in range(2))
 
 
-def _tokens(
-    cls: Cell,
-    seed: int, backend: str, dtype: torch.dtype, device: str,
-) -> tuple[Worst, Worst]:  # fmt: skip
+def _tokens(cls: Cell, seed: int, backend: str, dtype: torch.dtype, device: str) -> Worst:
     first, last, blank = _MARKS
 
-    def drawn(dtype_of: torch.dtype, place: str) -> tuple[Any, ...]:
+    def drawn(dtype_of: torch.dtype, on: str) -> tuple[Any, ...]:
         layers: Any = _module(cls, seed)
         layers["dense"].weight.data *= 4
         layers["dense"].bias.data[last] += 2.5  # rows end at several steps
-        layers = layers.to(dtype).to(place, dtype_of)
-        named = _numbers(cls, seed, dtype, dtype_of, place)
+        layers = layers.to(dtype).to(on, dtype_of)
+        named = _inputs(cls, seed, dtype, dtype_of, on)
         hidden = named["hidden"]
         state = (hidden, named["cell"]) if "cell" in named else hidden
-        lens = torch.tensor([_TK, 3, 7 + seed], device=place)
-        return layers, state, (named["keys"], named["values"], lens)
+        return layers, state, (named["keys"], named["values"], named["lens"])
 
-    def by_plain(dtype_of: torch.dtype, place: str) -> tuple[Tensor, Tensor]:
+    def by_plain(dtype_of: torch.dtype, on: str) -> tuple[Tensor, Tensor]:
         """Logits (B,T,V) and weights (B,T,Tk), in fp64 on the CPU."""
-        layers, state, of_memory = drawn(dtype_of, place)
+        layers, state, memory = drawn(dtype_of, on)
         with backends.use("reference"):
-            embedded = layers["embedding"](before.t().to(place))
-            outputs, _ = layers["decoder"](embedded, state, *of_memory)
+            embedded = layers["embedding"](before.t().to(on))
+            outputs, _ = layers["decoder"](embedded, state, *memory)
         logits = layers["dense"](outputs).transpose(0, 1)
         weights = layers["decoder"].attention_weights
         return logits.cpu().double(), weights.cpu().double()
 
     with torch.no_grad():
-        layers, state, of_memory = drawn(dtype, device)
+        layers, state, memory = drawn(dtype, device)
         attention, rnn = layers["decoder"].attention, layers["decoder"].rnn
         with backends.use(backend):
-            memory = attention.memory(*of_memory)
             written = decode_greedily(
                 (attention, rnn, layers["embedding"], layers["dense"]),
-                *(state, memory, _MARKS, [], _MOST),
+                *(state, attention.memory(*memory), _MARKS, [], _MOST),
             )
         assert written is not None
         tokens, weights = (x.cpu() for x in written)
         before = torch.cat([torch.full((_B, 1), first), tokens[:, :-1]], 1)
-        (logits, exact), (eager_logits, eager) = (
-            by_plain(*where) for where in ((torch.float64, "cpu"), (dtype, device))
-        )
+        logits, exact = by_plain(torch.float64, "cpu")
+        eager_logits, eager = by_plain(dtype, device)
     ended = (before == last).cumsum(1) > 0
     all_ended = (ended | (tokens == last)).all(0)
     padded = bool((tokens[ended] == blank).all())
     stopped = not all_ended[:-1].any() and (bool(all_ended[-1]) or tokens.shape[1] == _MOST)
+    # How far each token is behind the likeliest one is twice a logit's error at most.
+    chosen = logits.gather(2, tokens.unsqueeze(2)).squeeze(2)
+    behind = (logits.max(-1).values - chosen)[~ended]
     error = parity.error(eager_logits, logits)
     allowed = 2 * parity.allowed(error, float(logits.abs().max()), dtype)
-    behind = logits.max(-1).values - logits.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    off = float(behind[~ended].max()) if padded and stopped else math.inf
-    of_weights = parity.error(eager, exact)
-    limit = parity.allowed(of_weights, float(exact.abs().max()), dtype)
-    return (
+    off = float(behind.max()) if padded and stopped else math.inf
+    return max(
         Worst(off / allowed, error / allowed, "tokens"),
-        Worst(parity.error(weights, exact) / limit, of_weights / limit, "weights"),
+        _share("weights", weights, exact, parity.error(eager, exact), dtype),
     )

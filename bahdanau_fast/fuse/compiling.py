@@ -16,8 +16,8 @@ from torch import fx
 
 from bahdanau_fast.fuse.choice import Choice
 from bahdanau_fast.graphs.caches import NoCaches, Shared
-from bahdanau_fast.graphs.graph import Graph, Left
-from bahdanau_fast.graphs.plan import Plan
+from bahdanau_fast.graphs.graph import Graph, NotFusable
+from bahdanau_fast.graphs.plan import FusedPlan
 from bahdanau_fast.graphs.prove import apart, as_before
 from bahdanau_fast.graphs.rewrite import Rewriter
 
@@ -35,7 +35,7 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
         rewriter = Rewriter(graph, example_inputs, Shared(NoCaches()))
         for at in rewriter.activations():
             with contextlib.suppress(Exception):  # it is left
-                piece, plan = rewriter.found(at, False)
+                piece, plan = rewriter.find(at, False)
                 rewriter.put(piece, plan, _traced(rewriter.notes.graph, at, plan))
         return rewriter.rewritten()
     return graph
@@ -70,13 +70,13 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
         rewriter = Rewriter(graph, example_inputs, record.shared)
         for at in rewriter.activations():
             try:
-                piece, plan = rewriter.found(at, True)
+                piece, plan = rewriter.find(at, True)
                 rewriter.put(piece, plan)
             except Exception as error:
-                record.leave(rewriter.place(at), _said(error))
+                record.leave(rewriter.source(at), _said(error))
             else:
                 fused += 1
-                record.found(rewriter.place(at), rewriter.notes.graph, piece)
+                record.found(rewriter.source(at), rewriter.notes.graph, piece)
         rewritten = rewriter.rewritten() if fused else None
     except Exception as error:
         record.leave("", f"cannot be looked at: {_said(error)}")
@@ -87,7 +87,7 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, Left) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, NotFusable) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _traced(graph: Graph, at: int, plan: Plan) -> fx.Graph:
+def _traced(graph: Graph, at: int, plan: FusedPlan) -> fx.Graph:
     """A plan by operators of torch alone, with their sizes as symbols."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from bahdanau_fast.fuse.report import Record
 from bahdanau_fast.graphs.find import find, summed
-from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Left
-from bahdanau_fast.graphs.notes import Recorder
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, NotFusable
+from bahdanau_fast.graphs.notes import CallRecorder
 from bahdanau_fast.graphs.probe import small_sizes
 
 __all__ = ["Look", "looked_at"]
@@ -57,7 +57,7 @@ class Look:
             result = own(module, *args, **kwargs)  # lazy layers get their sizes
             self.took(bool(self.seconds) * (time.perf_counter() - begin))
             return result
-        _here.recorder = recorder = Recorder()
+        _here.recorder = recorder = CallRecorder()
         try:
             with recorder:
                 _, result = looked_at(self.record, module, own, args, kwargs)
@@ -115,7 +115,7 @@ def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
         elif isinstance(first.way, Look):
             first.way.near |= near
             if repeats or near:
-                first.leave(graph.nodes[i].place, why)
+                first.leave(graph.nodes[i].source, why)
     fused = {id(owner.record) for owner in owners}
     for key, span in firsts.items():
         record, look = span.record, span.record.way
@@ -136,8 +136,12 @@ def _owner(graph: Graph, i: int, inside: list[_Span]) -> tuple[_Span | None, str
             piece = find(graph, i, small_sizes(graph, i), range(span.begin, span.end), True)
         except Exception as error:  # of our own part
             if span is inside[0]:
-                why = str(error) if isinstance(error, Left) else f"{type(error).__name__}: {error}"
-                near = getattr(error, "near", False)
+                why = (
+                    str(error)
+                    if isinstance(error, NotFusable)
+                    else f"{type(error).__name__}: {error}"
+                )
+                near = getattr(error, "maybe_later", False)
             continue
         if best is None or (piece.context is not None and not whole):
             best, whole = span, piece.context is not None

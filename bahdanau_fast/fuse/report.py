@@ -13,8 +13,8 @@ from torch import Tensor
 from bahdanau_fast.graphs.caches import Caches, Shared
 
 if TYPE_CHECKING:
-    from bahdanau_fast.graphs.find import Addend, Piece
     from bahdanau_fast.graphs.graph import Graph
+    from bahdanau_fast.graphs.piece import Addend, Piece
 
 # Calls that run as written between two that are captured, where nothing is fused.
 _REST = 100
@@ -144,8 +144,8 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     letters = iter("qrst"), iter("kfgh")
 
     def name(number: int, other: str) -> str:
-        held = graph.values[number].held
-        return names.get(id(held), other).removesuffix(".weight")
+        data = graph.values[number].data
+        return names.get(id(data), other).removesuffix(".weight")
 
     def term(each: Addend) -> str:
         value = graph.values[each.x]

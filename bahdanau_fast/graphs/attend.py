@@ -1,4 +1,4 @@
-"""The operator at its place in a graph: a call of :mod:`bahdanau_fast.run`, and what it keeps."""
+"""The operator in a graph: a call of :mod:`bahdanau_fast.run` with its caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bahdanau_fast.call import Call
 from bahdanau_fast.graphs.caches import Shared, scaled
 from bahdanau_fast.reference import Inside
 
-__all__ = ["Attend", "NotServed", "Score", "laid"]
+__all__ = ["FusedAttend", "FusedScore", "NotServed", "laid"]
 
 
 class NotServed(Exception):
@@ -21,7 +21,7 @@ class NotServed(Exception):
 
 
 def laid(x: Tensor) -> Tensor:
-    """``x``, whose gradient is to be contiguous: what made it may be slow with another one."""
+    """``x`` with a contiguous gradient, since what made it may be slow with another one."""
     view = x.view_as(x)
     if view.requires_grad:
         view.register_hook(Tensor.contiguous)
@@ -29,17 +29,17 @@ def laid(x: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Score:
+class FusedScore:
     """Scores (b,q,k) of queries and keys."""
 
-    shared: Shared  # has caches
+    shared: Shared
     inside: Inside
     small: bool  # nothing is kept between calls
 
     def __post_init__(self) -> None:
-        self.__name__ = type(self).__name__.lower()  # in the code of a graph
+        self.__name__ = type(self).__name__.removeprefix("Fused").lower()  # in a graph's code
 
-    def terms(self, features: Tensor | None, w_f: Tensor | None) -> Inside:
+    def inside_of(self, features: Tensor | None, w_f: Tensor | None) -> Inside:
         """What is inside the activation."""
         inside = self.inside
         return inside if features is None else inside._replace(features=features, w_f=w_f)
@@ -47,15 +47,15 @@ class Score:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w_k: Any, bias: Any, features: Any, w_f: Any
     ) -> Tensor:
-        """Of projected queries; keys are projected where there is a weight."""
+        """Scores of projected queries; keys are projected where there is a weight."""
         cache = None if self.small else self.shared.caches.of(v, w_k, ())[0]
-        inside = self.terms(features, w_f)
+        inside = self.inside_of(features, w_f)
         call = Call(q, k, k, v, None, w_k, bias, cache=cache, inside=inside, scores_only=True)
         return run.scores(call)
 
 
 @dataclass(eq=False)
-class Attend(Score):
+class FusedAttend(FusedScore):
     """Context and weights of queries, keys and values, as the user's code has them."""
 
     after: tuple[tuple[str, float | None], ...]  # of scores; None stands for a tensor
@@ -65,32 +65,33 @@ class Attend(Score):
 
     def __call__(  # type: ignore[override]
         self, q: Tensor, k: Tensor, w_q: Any, w_k: Any, bias: Any, features: Any, w_f: Any,
-        x: Tensor, v: Tensor, seen: Tensor | None, fine: tuple[Tensor, ...], by: tuple[Tensor, ...],
-        sizes: list[int], weights_shape: list[int], context_shape: list[int],
+        x: Tensor, v: Tensor, mask: Tensor | None, tests: tuple[Tensor, ...],
+        by: tuple[Tensor, ...], sizes: list[int],
+        weights_shape: list[int], context_shape: list[int],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Context and weights; NotServed where one of the tests is not fine."""
-        if fine and not all(fine):
+        """Context and weights; NotServed where one of the tests is false."""
+        if tests and not all(tests):
             raise NotServed
         after: Any = self.after
         if by:
-            tensors = iter(by)
-            after = tuple((how, next(tensors) if n is None else n) for how, n in after)
+            operands = iter(by)
+            after = tuple((how, next(operands) if n is None else n) for how, n in after)
         if self.small:
             cache, v = None, scaled(v, after) if after else v
         else:
             cache, v = self.shared.caches.of(v, w_k, after)
-        lost = ~seen.any(-1, keepdim=True) if self.loses and seen is not None else None
-        shape: Any = Layout(self, sizes, weights_shape, context_shape, lost)
-        inside = self.terms(features, w_f)
+        lost = ~mask.any(-1, keepdim=True) if self.loses and mask is not None else None
+        shape: Any = ResultLayout(self, sizes, weights_shape, context_shape, lost)
+        inside = self.inside_of(features, w_f)
         return run.attend(
-            Call(q, k, x, v, w_q, w_k, bias, None, seen, cache=cache, shape=shape, inside=inside)
+            Call(q, k, x, v, w_q, w_k, bias, None, mask, cache=cache, shape=shape, inside=inside)
         )
 
 
-class Layout(NamedTuple):
-    """Results as the user's code has them."""
+class ResultLayout(NamedTuple):
+    """Axes, sizes and dtypes of the results, as the user's code has them."""
 
-    of: Attend
+    of: FusedAttend
     sizes: list[int]  # batch, queries and keys may be several axes
     weights_shape: list[int]
     context_shape: list[int]
@@ -98,12 +99,12 @@ class Layout(NamedTuple):
 
     @property
     def turned(self) -> tuple[list[int], tuple[int, ...]] | None:
-        """Sizes and order of the axes of weights, where they are in another order."""
+        """Sizes and order of the axes of the weights, where that is another one."""
         order = self.of.orders[0]
         return None if order == tuple(range(len(order))) else (self.sizes, order)
 
     def restore_weights(self, weights: Tensor) -> Tensor:
-        """Of (b,q,k)."""
+        """The user's weights of (b,q,k)."""
         if self.lost is not None:
             weights = weights.masked_fill(self.lost, torch.nan)
         if self.turned is not None:
@@ -111,7 +112,7 @@ class Layout(NamedTuple):
         return _to(weights.reshape(self.weights_shape), self.of.dtypes[0])
 
     def restore(self, context: Tensor) -> Tensor:
-        """Of (b,q,features)."""
+        """The user's context of (b,q,features)."""
         if self.lost is not None:
             context = context.masked_fill(self.lost, torch.nan)
         order = self.of.orders[1]

@@ -16,39 +16,39 @@ class Caches:
     """Projected keys, and a vector with what follows its scores, by vector and weight."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[KeyCache, Any, Tensor]] = {}
+        self._entries: dict[Any, tuple[KeyCache, Any, Tensor]] = {}
 
     def of(self, vector: Tensor, w_k: Tensor | None, after: Any) -> tuple[KeyCache, Tensor]:
         """A cache of projected keys; and the vector with what follows, as :func:`scaled`."""
         key = vector.data_ptr(), None if w_k is None else w_k.data_ptr()
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) > 16:
-                self._known.clear()
-            found = self._known[key] = KeyCache(), None, vector
-        cache, known, made = found
+        entry = self._entries.get(key)
+        if entry is None:
+            if len(self._entries) > 16:
+                self._entries.clear()
+            entry = self._entries[key] = KeyCache(), None, vector
+        cache, state, cached = entry
         if not (after and torch.is_grad_enabled()):
             return cache, scaled(vector, after)
-        by = [each for each in after if isinstance(each[1], Tensor)]
-        given = [vector, *(t for _, t in by)]
-        # The same tensor at each step, for the gradients of steps to meet; of leaves alone: others
-        # may belong to a graph that is gone.
-        adds = [how for how, _ in by] in ([], ["+"])
-        if not adds or not all(t.is_leaf and may_share(t, t, None) for t in given):
+        operations = [how for how, by in after if isinstance(by, Tensor)]
+        tensors = [vector, *(by for _, by in after if isinstance(by, Tensor))]
+        # The gradients of steps meet where each step has the same tensor. It is made of leaves
+        # alone, since others may belong to a graph that is gone.
+        adds = operations in ([], ["+"])
+        if not adds or not all(t.is_leaf and may_share(t, t, None) for t in tensors):
             return cache, scaled(vector, after)
-        numbers = (each for each in after if not isinstance(each[1], Tensor))
-        state = (*numbers, *Source.of(vector, None, given[-1], "cpu").state)
-        if known != state:
-            made = scaled(vector, after)
-            self._known[key] = cache, state, made
-        return cache, made
+        numbers = (step for step in after if not isinstance(step[1], Tensor))
+        current = (*numbers, *Source.of(vector, None, tensors[-1], "cpu").state)
+        if state != current:
+            cached = scaled(vector, after)
+            self._entries[key] = cache, current, cached
+        return cache, cached
 
 
 class NoCaches(Caches):
-    """Nothing is kept: for graphs, and for keys that come once."""
+    """Nothing is cached, for graphs and for keys that come once."""
 
     def of(self, vector: Tensor, _: Tensor | None, after: Any) -> tuple[Any, Tensor]:
-        """No cache."""
+        """No cache, and the vector with what follows."""
         return None, scaled(vector, after)
 
 
@@ -65,9 +65,9 @@ class Shared:
 
 
 def scaled(vector: Tensor, after: tuple[tuple[str, Any], ...]) -> Tensor:
-    """A vector whose scores are what follows, (operation, by what), but for what is added.
+    """A vector whose scores have what follows, (operation, operand), but for what is added.
 
-    Of that no weight depends: only its gradient, zero, is kept.
+    No weight depends on that: it only gets its gradient, zero.
     """
     for how, by in after:
         # Sums save no tensors, so that any number of backward passes may come through.

@@ -1,7 +1,7 @@
-"""What a call computes: torch's functions with their arguments, as a graph of notes.
+"""What a call computes: torch's functions with their arguments, as a graph of nodes and values.
 
-They come from a graph of ``torch.compile`` or from a first call (:mod:`.notes`). Calls in it can be
-carried out again on tensors of our own, at the sizes of the call or at small ones.
+A graph comes from ``torch.compile`` or from a first call (:mod:`.notes`). Its nodes can be carried
+out again on tensors of our own, at the sizes of the call or at small ones.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Left", "Node", "Ref", "Sizes", "State", "Value",
-           "mapped", "need", "state", "tensors"]  # fmt: skip
+__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Node", "NotFusable", "Ref", "SmallSizes", "State",
+           "Value", "mapped", "require", "state", "tensors"]  # fmt: skip
 
 ACTIVATIONS = {"tanh", "relu", "leaky_relu"}
+# Functions that take of their first tensor its shape, dtype or device alone.
+_LIKE = {"ones_like", "zeros_like", "full_like", "new_full", "new_tensor"}
 _PRIME = 101  # the first number of a size that is a symbol
 
 
-class Left(Exception):
+class NotFusable(Exception):
     """This is not fused; the message says why."""
 
-    near = False  # whether there is a sum against a vector: at other sizes it may be fused
+    maybe_later = False  # whether there is a sum against a vector: at other sizes it may be fused
 
 
-def need(condition: Any, why: str) -> None:
-    """Leave what does not hold."""
+def require(condition: Any, why: str) -> None:
+    """Raise NotFusable where a condition does not hold."""
     if not condition:
-        raise Left(why)
+        raise NotFusable(why)
 
 
 class Ref(int):
-    """A tensor in noted arguments, by its number."""
+    """A tensor in a node's arguments, by its number."""
 
 
 class State(NamedTuple):
@@ -48,36 +50,37 @@ class State(NamedTuple):
 
 
 def state() -> State:
-    """Of this thread, now."""
+    """The state of this thread."""
     kinds = ("cpu", "cuda") if torch._C._is_any_autocast_enabled() else ()
     on = tuple((k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k))
     return State(torch.is_grad_enabled(), on, torch.is_inference_mode_enabled())
 
 
 class Value:
-    """A tensor of a call: what it is, and what it holds where that is there."""
+    """A tensor of a call: its kind, and what it holds where that is available."""
 
     def __init__(
-        self, x: Tensor, maker: Any, held: Tensor | None, constant: bool, size: Any
+        self, x: Tensor, maker: Any, data: Tensor | None, constant: bool, size: Any
     ) -> None:
-        usual = x.layout is torch.strided and not x.is_nested
-        sizes: Any = (x.shape, x.stride()) if usual else ((), ())
-        self.shape, strides = (tuple(map(size, each)) for each in sizes)
+        strided = x.layout is torch.strided and not x.is_nested
+        sizes: Any = (x.shape, x.stride()) if strided else ((), ())
+        self.shape, strides = (tuple(map(size, numbers)) for numbers in sizes)
         # Axes as they lie in memory.
         self.order = sorted(range(len(strides)), key=lambda d: -(strides[d] or math.inf))
         self.dtype, self.device = x.dtype, x.device
         self.requires_grad, self.numel = x.requires_grad, math.prod(self.shape)
-        self._storage = x.untyped_storage()._cdata if usual else None
-        self.maker = maker  # number of the call that made it
-        self.users: list[int] = []  # of the calls that read it
-        self.constant = constant and all(type(n) is int for n in sizes[0])  # of parameters alone
-        self.held = held  # the tensor with its values: an input of the graph
+        self._storage = x.untyped_storage()._cdata if strided else None
+        self.maker = maker  # the number of the node that made it
+        self.users: list[int] = []  # the nodes that read it
+        # Whether it is made of parameters alone.
+        self.constant = constant and all(type(n) is int for n in sizes[0])
+        self.data = data  # the tensor with its elements, of an input of the graph
         self._tensor = weakref.ref(x)
 
     def laid(self, x: Tensor) -> Tensor:
-        """Dense, with the axes as this one's in memory, for views of it."""
-        back = [self.order.index(d) for d in range(x.dim())]
-        return x.permute(self.order).contiguous().permute(back)
+        """``x`` dense, with the axes as this one's in memory, so that views of it work alike."""
+        inverse = [self.order.index(d) for d in range(x.dim())]
+        return x.permute(self.order).contiguous().permute(inverse)
 
     @property
     def tensor(self) -> Tensor | None:
@@ -86,7 +89,7 @@ class Value:
 
     @property
     def storage(self) -> int | None:
-        """Where it is; None once it is gone, and another tensor may be there."""
+        """Its storage; None once it is gone, since another tensor may have it then."""
         return None if self.tensor is None else self._storage
 
 
@@ -102,14 +105,16 @@ class Node(NamedTuple):
     single: bool  # whether its result is one tensor
     state: State
     pinned: bool = False  # it stays as it is, by hooks on what is saved or by numbers in it
-    place: str = ""  # file and line of the user's code
+    source: str = ""  # file and line of the user's code
 
     def refs(self) -> list[int]:
         """Numbers of its tensors."""
         return tensors((self.args, self.kwargs))
 
     def operands(self) -> list[int]:
-        """Numbers of those that are not there for their shape or type alone, as in ``view_as``."""
+        """Its tensors without those that give a shape or dtype alone, as in ``view_as``."""
+        if self.name in _LIKE:
+            return self.refs()[1:]
         return self.refs()[: 1 if self.name.endswith("_as") or self.name == "to" else None]
 
 
@@ -117,42 +122,47 @@ def mapped(f: Callable[[Any], Any], x: Any) -> Any:
     """``x`` with ``f`` of everything in its tuples, lists, dictionaries and slices."""
     if isinstance(x, (tuple, list)):
         kind: Any = next(k for k in (torch.Size, tuple, list) if isinstance(x, k))
-        return kind([mapped(f, each) for each in x])
+        return kind([mapped(f, item) for item in x])
     if isinstance(x, dict):
-        return {name: mapped(f, each) for name, each in x.items()}
+        return {name: mapped(f, item) for name, item in x.items()}
     if isinstance(x, slice):
-        return slice(*[mapped(f, each) for each in (x.start, x.stop, x.step)])
+        return slice(*[mapped(f, item) for item in (x.start, x.stop, x.step)])
     return f(x)
 
 
 def tensors(x: Any) -> list[Any]:
     """The tensors, or their numbers, in some arguments."""
-    found: list[Any] = []
-    mapped(lambda t: found.append(t) or t if isinstance(t, (Tensor, Ref)) else t, x)  # type: ignore[func-returns-value]
-    return found
+    leaves: list[Any] = []
+
+    def collect(leaf: Any) -> Any:
+        leaves.extend([leaf] if isinstance(leaf, (Tensor, Ref)) else ())
+        return leaf
+
+    mapped(collect, x)
+    return leaves
 
 
 class Graph:
-    """The calls, in their order, and the tensors in them, by number."""
+    """Nodes in their order, and the values that they read and make, by number."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.values: list[Value] = []
         self.symbols: dict[Any, int] = {}  # a number for each size that is a compiler's symbol
-        self._numbers: dict[int, int] = {}
+        self._refs: dict[int, int] = {}
 
     def find(self, x: Tensor) -> Ref | None:
         """The number of a tensor."""
-        known = self._numbers.get(id(x))
-        return None if known is None or self.values[known].tensor is not x else Ref(known)
+        ref = self._refs.get(id(x))
+        return None if ref is None or self.values[ref].tensor is not x else Ref(ref)
 
     def add(
-        self, x: Tensor, maker: int | None = None, held: Any = None, constant: bool = False
+        self, x: Tensor, maker: int | None = None, data: Any = None, constant: bool = False
     ) -> Ref:
-        """A new number for a tensor: it is new, or has been written to."""
-        number = self._numbers[id(x)] = len(self.values)
-        self.values.append(Value(x, maker, held, constant, self.size))
-        return Ref(number)
+        """A new number for a tensor, which is new or has been written to."""
+        ref = self._refs[id(x)] = len(self.values)
+        self.values.append(Value(x, maker, data, constant, self.size))
+        return Ref(ref)
 
     def size(self, n: Any) -> int:
         """A size as a number: symbols stand for any, so theirs are primes, as is a quotient's."""
@@ -173,19 +183,19 @@ class Graph:
         return bool(refs) and all(self.values[ref].constant for ref in refs)
 
     def append(self, node: Node) -> None:
-        """The next call."""
+        """Add the next node."""
         for ref in dict.fromkeys(node.refs()):
             self.values[ref].users.append(len(self.nodes))
         self.nodes.append(node)
 
     def evaluate(
-        self, ids: Iterable[int], feed: dict[int, Tensor], want: list[int], sizes: Sizes,
+        self, ids: Iterable[int], feed: dict[int, Tensor], outputs: list[int], sizes: SmallSizes,
         exact: bool = False,
     ) -> list[Tensor]:  # fmt: skip
-        """Some tensors, as calls make them of others, whose sizes are these; exactly, in fp64."""
+        """Outputs of some nodes at these sizes, from a feed of their inputs; exactly in fp64."""
         env, order = dict(feed), sorted(ids)
-        last = {v: i for i in order for v in self.nodes[i].refs() if v not in {*want, *feed}}
-        given = {self.values[v].storage for v in feed}
+        last = {v: i for i in order for v in self.nodes[i].refs() if v not in {*outputs, *feed}}
+        fed_storages = {self.values[v].storage for v in feed}
 
         def fill(x: Any) -> Any:
             if type(x) is Ref and x not in env:
@@ -196,18 +206,17 @@ class Graph:
             node = self.nodes[i]
             args, kwargs = sizes.arguments(node)
             for before, after in node.writes:
-                fed = before not in env or self.values[before].storage in given
+                fed = before not in env or self.values[before].storage in fed_storages
                 env[after] = env[before] = fill(Ref(before)).clone() if fed else env[before]
             func, filled = node.func, mapped(fill, (args, kwargs))
             if exact:
                 func = Tensor.double if node.name in _CASTS else func
                 filled = mapped(_double, filled)
             out = func(*filled[0], **filled[1])
-            made = [out] if node.single else tensors(out)
-            env.update(zip(node.out, made, strict=False))
+            env.update(zip(node.out, [out] if node.single else tensors(out), strict=False))
             for v in [v for v in node.refs() if last.get(v) == i]:
                 env.pop(v, None)  # as the user's code lets go of it
-        return [env[number] for number in want]
+        return [env[number] for number in outputs]
 
 
 def _double(x: Any) -> Any:
@@ -225,13 +234,15 @@ _SMALL = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 _LEAST = 5  # smaller sizes stay: they may number an axis
 
 
-class Sizes(NamedTuple):
-    """Other sizes for the calls of a graph. Where two axes have the same, both change alike."""
+class SmallSizes(NamedTuple):
+    """Other sizes for the nodes of a graph. Where two axes have the same, both change alike."""
 
-    small: dict[int, int]  # in place of each that changes, another one
+    small: dict[int, int]  # the size in place of each one that changes
 
     @classmethod
-    def of(cls, values: Collection[Value], fixed: set[int], unlike: Sizes | None = None) -> Sizes:
+    def of(
+        cls, values: Collection[Value], fixed: set[int], unlike: SmallSizes | None = None
+    ) -> SmallSizes:
         """As small as different sizes may be, ``unlike`` others; those of parameters stay."""
         fixed = fixed | {n for v in values if v.constant for n in v.shape}
         every = {n for v in values for n in v.shape}
@@ -241,9 +252,9 @@ class Sizes(NamedTuple):
             bases = [n for n in small if 1 < n < _LEAST]
             for n in sorted(every - small.keys()):
                 products = (itertools.combinations_with_replacement(bases, r) for r in (2, 3))
-                parts = next((p for p in itertools.chain(*products) if math.prod(p) == n), None)
-                if parts is not None:
-                    small[n] = math.prod(small[each] for each in parts)
+                factors = next((p for p in itertools.chain(*products) if math.prod(p) == n), None)
+                if factors is not None:
+                    small[n] = math.prod(map(small.__getitem__, factors))
                     continue
                 bases.append(n)
                 taken = {*small.values(), others.get(n)}
@@ -253,27 +264,27 @@ class Sizes(NamedTuple):
         return cls({})
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """In place of one of the call."""
+        """The small shape for one of the call."""
         return tuple(self.small.get(n, n) for n in shape)
 
     def full(self, n: int) -> int:
-        """The size of the call for one of these."""
+        """The size of the call for a small one."""
         return next((old for old, new in self.small.items() if new == n), n)
 
     def arguments(self, node: Node) -> tuple[Any, Any]:
-        """Of a call, with these sizes."""
+        """The arguments of a node with these sizes."""
         args, kwargs = node.args, node.kwargs
         parts: Any = args[0] if args and type(args[0]) in (list, tuple) else ()
         if len(parts) in self.small and parts.count(parts[0]) == len(parts):  # again and again
             args = parts[: self.small[len(parts)]], *args[1:]
         if node.name in SIZED:
-            given = args, kwargs
-            args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, given)
+            full = args, kwargs
+            args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, full)
         return args, kwargs
 
     def cut(self, value: Value) -> Tensor:
         """A tensor of the call, as much of it as these sizes hold; drawn where it is unknown."""
-        x, shape = value.held, self.shape(value.shape)
+        x, shape = value.data, self.shape(value.shape)
         if x is None or x.dim() != len(shape) or any(map(operator.lt, x.shape, shape)):
             x = torch.randn(shape, device=value.device)
             return value.laid((x if value.dtype.is_floating_point else x < -0.5).to(value.dtype))

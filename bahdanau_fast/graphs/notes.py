@@ -1,4 +1,4 @@
-"""Notes of calls: of a graph that ``torch.compile`` captured, or of a first call while it runs."""
+"""Graphs of calls: that ``torch.compile`` captured, or of a first call while it runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from bahdanau_fast.graphs.graph import ACTIVATIONS, SIZED, Graph, Node, Ref, mapped, state, tensors
 
-__all__ = ["GraphNotes", "Recorder", "writes"]
+__all__ = ["CallRecorder", "GraphNotes", "writes"]
 
-_HERE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _IN_PLACE = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
     "rshift", "matmul",
@@ -34,17 +34,17 @@ class GraphNotes:
     """A graph of ``torch.fx`` as one of ours.
 
     Attributes:
-        graph: the notes; the last call is what the graph returns, a reader of all of that.
-        calls: the node of each call.
-        made: the node of each tensor, by number.
+        graph: of ours; the last call is what the graph returns, a reader of all of that.
+        calls: the fx node of each call.
+        makers: the fx node of each tensor, by number.
     """
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.graph = Graph()
         self.calls: list[fx.Node] = []
-        self.made: dict[int, fx.Node] = {}
-        self._numbers: dict[Any, Any] = {}
-        inputs, now, inside = iter(example_inputs), state(), 0
+        self.makers: dict[int, fx.Node] = {}
+        self._refs: dict[Any, Any] = {}
+        inputs, current, inside = iter(example_inputs), state(), 0
         for node in module.graph.find_nodes(op="placeholder"):
             for n in getattr(node.meta.get("example_value"), "shape", ()):
                 if str(n).partition(" - s")[0].isdigit():
@@ -57,31 +57,31 @@ class GraphNotes:
             value = node.meta.get("example_value", node.meta.get("val"))
             if node.op in ("get_attr", "placeholder"):
                 fixed = node.op == "get_attr"
-                held = getattr(module, node.target, None) if fixed else next(inputs, None)
-                value = held if value is None else value
+                data = getattr(module, node.target, None) if fixed else next(inputs, None)
+                value = data if value is None else value
                 constant = fixed or isinstance(value, nn.Parameter)
-                self._numbers[node] = self._number(value, None, constant, held)
+                self._refs[node] = self._ref(value, None, constant, data)
             elif node.op in ("call_function", "call_method", "output"):
                 name = str(getattr(node.target, "__name__", node.target))
                 if name == "_set_grad_enabled":
-                    now = now._replace(grad=bool(node.args[0]))
+                    current = current._replace(grad=bool(node.args[0]))
                 inside += (name == "_enter_autocast") - (name == "_exit_autocast")
-                self._numbers[node] = self._call(node, name, value, now, inside > 0)
-            if type(self._numbers.get(node)) is Ref:
-                self.made.setdefault(self._numbers[node], node)
+                self._refs[node] = self._call(node, name, value, current, inside > 0)
+            if type(self._refs.get(node)) is Ref:
+                self.makers.setdefault(self._refs[node], node)
 
-    def _number(self, value: Any, maker: int | None, constant: bool, held: Any = None) -> Any:
+    def _ref(self, value: Any, maker: int | None, constant: bool, data: Any = None) -> Any:
         """Numbers of the tensors that a node gives; the value itself where that is none."""
         if isinstance(value, Tensor):
-            return self.graph.add(value, maker, held, constant)
+            return self.graph.add(value, maker, data, constant)
         if isinstance(value, (tuple, list)):
-            return tuple(self._number(each, maker, constant) for each in value)
+            return tuple(self._ref(item, maker, constant) for item in value)
         return self.graph.size(value) if isinstance(value, torch.SymInt) else value
 
-    def _call(self, node: Any, name: str, value: Any, now: Any, changed: bool) -> Any:
-        graph, numbers, at = self.graph, self._numbers, len(self.graph.nodes)
+    def _call(self, node: Any, name: str, value: Any, current: Any, pinned: bool) -> Any:
+        graph, refs, maker = self.graph, self._refs, len(self.graph.nodes)
         args, kwargs = (
-            mapped(lambda x: numbers.get(x) if isinstance(x, fx.Node) else x, part)
+            mapped(lambda x: refs.get(x) if isinstance(x, fx.Node) else x, part)
             for part in (node.args, node.kwargs)
         )
         if name == "getitem" and type(args[0]) is tuple:
@@ -90,28 +90,28 @@ class GraphNotes:
         wrote_to = writes(node.target, name, args, kwargs)
         if not wrote_to and args and args[-1] is True:  # as of relu
             first = node.all_input_nodes[:1]
-            same = any(value is each.meta.get("example_value") for each in first)
+            same = any(value is operand.meta.get("example_value") for operand in first)
             wrote_to = [args[0]] * same
         written = wrote_to[0] if len(wrote_to) == 1 else None
         target = node.kwargs.get("out", node.args[0] if node.args else None)
         if name == "setitem" and type(written) is Ref:
             value = target.meta.get("example_value")  # it returns nothing
-        found = self._number(value, at, graph.constant(tensors((args, kwargs))))
+        result = self._ref(value, maker, graph.constant(tensors((args, kwargs))))
         wrote = tuple((ref, ref) for ref in tensors(wrote_to))
-        if type(written) is type(found) is Ref and written == self._numbers.get(target):
-            wrote = ((written, found),)
-            numbers[target] = found
-        if name == "setitem" and type(found) is Ref:
-            self.made[found] = target
+        if type(written) is type(result) is Ref and written == refs.get(target):
+            wrote = ((written, result),)
+            refs[target] = result
+        if name == "setitem" and type(result) is Ref:
+            self.makers[result] = target
         func = getattr(Tensor, node.target) if node.op == "call_method" else node.target
-        out, single = tuple(tensors([found])), type(found) is Ref and name != "setitem"
+        out, single = tuple(tensors([result])), type(result) is Ref and name != "setitem"
         # A number that is computed may be another one in another call.
-        numeric = not all(tensors(numbers.get(each)) for each in node.all_input_nodes)
-        changed |= numeric and name.strip("_") not in SIZED
-        name, place = name.strip("_"), _line(node) if name.strip("_") in ACTIVATIONS else ""
-        graph.append(Node(func, name, args, kwargs, out, wrote, single, now, changed, place))
+        numeric = not all(tensors(refs.get(operand)) for operand in node.all_input_nodes)
+        pinned |= numeric and name.strip("_") not in SIZED
+        name, source = name.strip("_"), _line(node) if name.strip("_") in ACTIVATIONS else ""
+        graph.append(Node(func, name, args, kwargs, out, wrote, single, current, pinned, source))
         self.calls.append(node)
-        return found
+        return result
 
 
 def _example(node: Any) -> Any:
@@ -121,10 +121,10 @@ def _example(node: Any) -> Any:
 
 def _line(node: fx.Node) -> str:
     """File and line of the user's code that made a node."""
-    lines = [each.strip() for each in (node.stack_trace or "").splitlines()]
-    for words in [each.split('"') for each in lines[::-1] if each.startswith("File")]:
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    for words in [line.split('"') for line in lines[::-1] if line.startswith("File")]:
         path = Path(words[1])
-        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_HERE):
+        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE):
             return f"{Path(words[1]).name}:{words[2].split()[2].rstrip(',')}"
     return ""
 
@@ -136,9 +136,9 @@ def writes(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
     schema = getattr(getattr(func, "_opoverload", func), "_schema", None)
     if schema is not None:
         infos = [x for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
-        places = {x.name: i for i, x in enumerate(schema.arguments)}
-        named = [(x.name, places[x.name]) for x in infos]
-        return [kwargs[n] if n in kwargs else [*args, *[None] * 9][i] for n, i in named]
+        positions = {x.name: i for i, x in enumerate(schema.arguments)}
+        padded = [*args, *[None] * 9]
+        return [kwargs[x.name] if x.name in kwargs else padded[positions[x.name]] for x in infos]
     if "out" in kwargs:
         return [kwargs["out"]]
     in_place = name.endswith("_") != name.endswith("__") or name in ("setitem", "__setitem__")
@@ -148,8 +148,8 @@ def writes(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
     return [*first[0]] if first and isinstance(first[0], (list, tuple)) else [*first]
 
 
-class Recorder(TorchFunctionMode):
-    """Notes what is called inside, of tensors their kinds alone."""
+class CallRecorder(TorchFunctionMode):
+    """Records what is called inside it, of tensors their kinds alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,36 +162,36 @@ class Recorder(TorchFunctionMode):
             name = {"data": "detach"}.get(func.__self__.__name__, func.__self__.__name__)
         if name in _QUERIES:
             return func(*args, **kwargs)
-        at, before = len(graph.nodes), state()
-        noted = mapped(lambda x: self.number(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        maker, before = len(graph.nodes), state()
+        recorded = mapped(lambda x: self.ref(x) if isinstance(x, Tensor) else x, (args, kwargs))
         result = func(*args, **kwargs)
-        refs = tensors(noted)
+        refs = tensors(recorded)
         wrote_to = tensors(writes(func, name, args, kwargs))
-        wrote = tuple((self.number(t), graph.add(t, at)) for t in wrote_to)
+        wrote = tuple((self.ref(t), graph.add(t, maker)) for t in wrote_to)
         constant = graph.constant(refs)
-        found = tensors(result) if isinstance(result, (Tensor, tuple, list)) else []
+        results = tensors(result) if isinstance(result, (Tensor, tuple, list)) else []
         out = [n for _, n in wrote] if name == "__setitem__" else []
-        known = [(t, graph.find(t)) for t in found]
-        out += [graph.add(t, at, constant=constant) if n is None else n for t, n in known]
-        place = _place() if name.strip("_") in ACTIVATIONS else ""
+        numbered = [(t, graph.find(t)) for t in results]
+        out += [graph.add(t, maker, constant=constant) if n is None else n for t, n in numbered]
+        source = _source() if name.strip("_") in ACTIVATIONS else ""
         single = isinstance(result, Tensor)
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        name, (args, kwargs) = name.strip("_"), noted
+        name, (args, kwargs) = name.strip("_"), recorded
         graph.append(
-            Node(func, name, args, kwargs, tuple(out), wrote, single, before, hooked, place)
+            Node(func, name, args, kwargs, tuple(out), wrote, single, before, hooked, source)
         )
         return result
 
-    def number(self, x: Tensor) -> Ref:
+    def ref(self, x: Tensor) -> Ref:
         """The number of a tensor, an old or a new one."""
-        known = self.graph.find(x)
-        return self.graph.add(x, constant=isinstance(x, nn.Parameter)) if known is None else known
+        ref = self.graph.find(x)
+        return self.graph.add(x, constant=isinstance(x, nn.Parameter)) if ref is None else ref
 
 
-def _place() -> str:
+def _source() -> str:
     """File and line of the user's code that is running."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(_HERE) and not path.is_relative_to(_TORCH):
+        if not path.is_relative_to(_PACKAGE) and not path.is_relative_to(_TORCH):
             return f"{path.name}:{line}"
     return ""

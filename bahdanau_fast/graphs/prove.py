@@ -12,9 +12,9 @@ from torch import Tensor
 from bahdanau_fast import parity
 from bahdanau_fast.graphs.attend import NotServed
 from bahdanau_fast.graphs.caches import Caches, Shared
-from bahdanau_fast.graphs.find import Piece
-from bahdanau_fast.graphs.graph import Graph, Sizes, State, need, state
-from bahdanau_fast.graphs.plan import Plan, plan
+from bahdanau_fast.graphs.graph import Graph, SmallSizes, State, require, state
+from bahdanau_fast.graphs.piece import Piece
+from bahdanau_fast.graphs.plan import FusedPlan, plan
 
 __all__ = ["apart", "as_before", "prove"]
 
@@ -52,28 +52,27 @@ def apart(device: torch.device) -> Iterator[None]:
 class _Trial:
     """A piece at some sizes, plain and fused, on the same leaves."""
 
-    def __init__(self, graph: Graph, piece: Piece, made: Plan, sizes: Sizes) -> None:
-        self.graph, self.piece, self.plan, self.sizes = graph, piece, made, sizes
+    def __init__(self, graph: Graph, piece: Piece, plan: FusedPlan, sizes: SmallSizes) -> None:
+        self.graph, self.piece, self.plan, self.sizes = graph, piece, plan, sizes
         self.before = piece.before | piece.truths - piece.late
         self.ids = {*piece.late, *self.before, piece.end}
         self.state = graph.nodes[piece.end].state._replace(inference=False)
-        self.wanted = [v for v in (piece.context, piece.weights) if v is not None]
-        self.wanted = self.wanted or [piece.scores]
-        read = {*made.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
+        self.outputs = piece.outputs
+        read = {*plan.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
         self.read = sorted(v for v in read if graph.values[v].maker not in self.ids)
         self.errors: dict[int, tuple[float, float, float]] = {}  # plain, fused, the largest
 
     def leaves(self, tries: int = 100) -> dict[int, Tensor]:
         """Inputs: truths are truths, and each row has something to look at."""
-        need(tries, "its mask hides all that is drawn")
-        found = {v: self.sizes.cut(self.graph.values[v]) for v in self.read}
-        for v in found.keys() & self.piece.assumed:
-            found[v] = (found[v] > 0).to(found[v].dtype)
+        require(tries, "its mask hides all that is drawn")
+        leaves = {v: self.sizes.cut(self.graph.values[v]) for v in self.read}
+        for v in leaves.keys() & self.piece.assumed:
+            leaves[v] = (leaves[v] > 0).to(leaves[v].dtype)
         try:
-            self.run(found, True)
+            self.run(leaves, True)
         except NotServed:
             return self.leaves(tries - 1)
-        return found
+        return leaves
 
     def run(self, leaves: dict[int, Tensor], fused: bool, exact: bool = False) -> list[Any]:
         """Outputs and gradients, in fp64 or as they are."""
@@ -81,62 +80,60 @@ class _Trial:
         if exact:
             leaves = {v: t.double() if t.is_floating_point() else t for v, t in leaves.items()}
             then = then._replace(autocast=())
-        asked = [v for v in leaves if then.grad and graph.values[v].requires_grad]
-        leaves = {**leaves, **{v: leaves[v].clone().requires_grad_() for v in asked}}
+        learnt = [v for v in leaves if then.grad and graph.values[v].requires_grad]
+        leaves = {**leaves, **{v: leaves[v].clone().requires_grad_() for v in learnt}}
         with as_before(then):
             if fused:
                 inputs = graph.evaluate(self.before, leaves, self.plan.inputs, self.sizes)
                 outs = [t for t in self.plan.run(*inputs) if t is not None]
             else:
-                outs = graph.evaluate(self.ids, leaves, self.wanted, self.sizes, exact)
+                outs = graph.evaluate(self.ids, leaves, self.outputs, self.sizes, exact)
         seeds = [
             torch.cos(torch.arange(t.numel(), device=t.device)).to(t).view(t.shape) for t in outs
         ]
         grads: Any = ()
-        if asked:
-            grads = torch.autograd.grad(outs, [leaves[v] for v in asked], seeds, allow_unused=True)
+        if learnt:
+            inputs = [leaves[v] for v in learnt]
+            grads = torch.autograd.grad(outs, inputs, seeds, allow_unused=True)
         return [None if t is None else t.detach() for t in (*outs, *grads)]
 
     def judge(self, leaves: dict[int, Tensor]) -> bool:
         """Whether they are the same in all draws up to now; raises where they are another kind."""
         plain, fused = self.run(leaves, False), self.run(leaves, True)
         exact = self.run(leaves, False, exact=True)
-        fine, outputs = True, len(self.wanted)
+        same, outputs = True, len(self.outputs)
         scales = [
             0.0 if t is None or not t.numel() else float(t.nan_to_num().abs().max()) for t in exact
         ]
-        for k, (theirs, mine, want) in enumerate(zip(plain, fused, exact, strict=True)):
-            kinds = [None if t is None else (t.shape, t.dtype) for t in (theirs, mine)]
-            need(kinds[0] == kinds[1], "gives another kind of tensor, or no gradient")
-            if theirs is None or not theirs.numel():
+        for k, (eager, ours, truth) in enumerate(zip(plain, fused, exact, strict=True)):
+            kinds = [None if t is None else (t.shape, t.dtype) for t in (eager, ours)]
+            require(kinds[0] == kinds[1], "gives another kind of tensor, or no gradient")
+            if eager is None or not eager.numel():
                 continue
-            lost = theirs.isnan()  # gradients of a row with nothing to look at
-            need(k >= outputs or torch.equal(lost, mine.isnan()), "is NaN elsewhere")
-            a, b, truth = (torch.where(lost, 0.0, t.double()) for t in (theirs, mine, want))
-            largest = float(truth.abs().max())
-            now = parity.error(a, truth), parity.error(b, truth), largest
+            lost = eager.isnan()  # gradients of a row with nothing to look at
+            require(k >= outputs or torch.equal(lost, ours.isnan()), "is NaN elsewhere")
+            a, b, x = (torch.where(lost, 0.0, t.double()) for t in (eager, ours, truth))
+            errors = parity.error(a, x), parity.error(b, x), float(x.abs().max())
             before = self.errors.get(k, (0.0, 0.0, 0.0))
-            own, ours, largest = self.errors[k] = tuple(map(max, now, before))  # type: ignore[assignment]
-            low = [dtype for _, dtype in self.state.autocast] or [theirs.dtype]
+            of_eager, of_ours, largest = self.errors[k] = tuple(map(max, errors, before))  # type: ignore[assignment]
+            low = [dtype for _, dtype in self.state.autocast] or [eager.dtype]
             if low == [torch.float64]:
                 group = scales[outputs:] if k >= outputs else scales[k : k + 1]
-                own = max(own, _ROUNDINGS * torch.finfo(torch.float64).eps * max(group))
-            fine &= ours <= parity.allowed(own, largest, max(low, key=lambda d: torch.finfo(d).eps))
-        return fine
+                of_eager = max(of_eager, _ROUNDINGS * torch.finfo(torch.float64).eps * max(group))
+            coarsest = max(low, key=lambda d: torch.finfo(d).eps)
+            same &= of_ours <= parity.allowed(of_eager, largest, coarsest)
+        return same
 
 
-def prove(graph: Graph, piece: Piece, sizes: Sizes) -> None:
+def prove(graph: Graph, piece: Piece, sizes: SmallSizes) -> None:
     """Raise where outputs or gradients differ at small sizes, or at those of the call."""
-    own = Shared(Caches())  # another thread may be in a call
-    trials = [_Trial(graph, piece, plan(graph, piece, sizes, lambda n: n, own), sizes)]
+    shared = Shared(Caches())  # not the module's: another thread may be in a call
+    trials = [_Trial(graph, piece, plan(graph, piece, sizes, lambda n: n, shared), sizes)]
     if graph.values[piece.activated].numel <= _SMALL and sizes.small and not graph.symbols:
-        made = plan(graph, piece, sizes, sizes.full, own)
-        trials.append(_Trial(graph, piece, made, Sizes({})))
+        full = plan(graph, piece, sizes, sizes.full, shared)
+        trials.append(_Trial(graph, piece, full, SmallSizes({})))
     with apart(graph.values[piece.activated].device):
         for trial in trials:
-            fine = any(trial.judge(trial.leaves()) for _ in range(_DRAWS))
-            need(fine, f"differs from its own code, by {_worst(trial):.2g}")
-
-
-def _worst(trial: _Trial) -> float:
-    return max(ours for _, ours, _ in trial.errors.values())
+            same = any(trial.judge(trial.leaves()) for _ in range(_DRAWS))
+            worst = max(error for _, error, _ in trial.errors.values())
+            require(same, f"differs from its own code, by {worst:.2g}")

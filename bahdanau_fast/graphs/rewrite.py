@@ -12,10 +12,11 @@ from torch import fx
 
 from bahdanau_fast.graphs.attend import NotServed
 from bahdanau_fast.graphs.caches import Shared
-from bahdanau_fast.graphs.find import Piece, summed
-from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, need
+from bahdanau_fast.graphs.find import summed
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, require
 from bahdanau_fast.graphs.notes import GraphNotes
-from bahdanau_fast.graphs.plan import Plan, find_plan
+from bahdanau_fast.graphs.piece import Piece
+from bahdanau_fast.graphs.plan import FusedPlan, find_plan
 from bahdanau_fast.graphs.prove import apart, prove
 
 __all__ = ["Rewriter"]
@@ -28,27 +29,27 @@ class Rewriter:
         self.module, self.shared = _with_sizes_of_inputs(graph), shared
         self.notes = GraphNotes(self.module, inputs)
         self._proved: set[Any] = set()
-        self._graph: fx.Graph | None = None  # what is made of it
+        self._graph: fx.Graph | None = None  # a copy with operators in it
         self._whole = True
 
     def activations(self) -> list[int]:
         """Calls that activate a sum."""
         graph = self.notes.graph
         nodes = enumerate(graph.nodes)
-        return [at for at, n in nodes if n.name in ACTIVATIONS and summed(graph, at)[0]]
+        return [i for i, n in nodes if n.name in ACTIVATIONS and summed(graph, i)[0]]
 
-    def place(self, at: int) -> str:
+    def source(self, anchor: int) -> str:
         """File and line of the user's code."""
-        return self.notes.graph.nodes[at].place
+        return self.notes.graph.nodes[anchor].source
 
-    def found(self, at: int, eager: bool) -> tuple[Piece, Plan]:
+    def find(self, anchor: int, eager: bool) -> tuple[Piece, FusedPlan]:
         """The piece around an activation, and its plan, proved."""
         graph = self.notes.graph
-        device = graph.values[graph.nodes[at].out[0]].device
+        device = graph.values[graph.nodes[anchor].out[0]].device
         with apart(device):
             # Whether a mask is of truths is asked where it costs no wait.
             checked = eager and device.type == "cpu"
-            piece, plan, sizes = find_plan(graph, at, self.shared, checked)
+            piece, plan, sizes = find_plan(graph, anchor, self.shared, checked)
             form = plan.text, _form(graph, sorted({*piece.late, piece.end}))
             if form not in self._proved:  # as steps of a loop are
                 prove(graph, piece, sizes)
@@ -59,43 +60,41 @@ class Rewriter:
         """The graph with what was put into it; as it came where nothing was."""
         if self._graph is None:
             return self.module
-        need(self._whole, "a piece was put in half")
+        require(self._whole, "a piece was put in half")
         self._graph.lint()
         for node in self._graph.find_nodes(op="placeholder"):
             node.meta.pop("grapharg", None)  # which holds a tensor of the user's
         return fx.GraphModule(self.module, self._graph)
 
-    def put(self, piece: Piece, plan: Plan, traced: fx.Graph | None = None) -> None:
+    def put(self, piece: Piece, plan: FusedPlan, traced: fx.Graph | None = None) -> None:
         """The operator in place of a piece, in a copy of the graph."""
         notes = self.notes
         if self._graph is None:
             self._graph = copy.deepcopy(self.module.graph)
             copied = dict(zip(self.module.graph.nodes, self._graph.nodes, strict=True))
             notes.calls = [copied[node] for node in notes.calls]
-            notes.made = {number: copied[node] for number, node in notes.made.items()}
-        new, calls, nodes = self._graph, notes.calls, notes.made
+            notes.makers = {number: copied[node] for number, node in notes.makers.items()}
+        new, calls, nodes = self._graph, notes.calls, notes.makers
         self._whole = False
-        own = {*piece.late, piece.end}
-        outs = [v for v in (piece.context, piece.weights) if v is not None]
-        outs = outs if piece.context is not None else [piece.scores]
-        made: Any
+        fused, outs = {*piece.late, piece.end}, piece.outputs
+        results: Any
         with new.inserting_before(calls[piece.first]):
             inputs = [nodes[number] for number in plan.inputs]
             if piece.certain and not piece.assumed:
                 source = plan.graph if traced is None else traced
                 copies = dict(zip(source.find_nodes(op="placeholder"), inputs, strict=True))
-                made = new.graph_copy(source, copies)
+                results = new.graph_copy(source, copies)
             else:
-                either = _Either(plan, [calls[i] for i in sorted(own)], [nodes[v] for v in outs])
-                found = new.call_function(either, (*inputs, *either.inputs))
-                made = [new.call_function(_item, (found, i)) for i in range(len(outs))]
+                either = _Either(plan, [calls[i] for i in sorted(fused)], [nodes[v] for v in outs])
+                both = new.call_function(either, (*inputs, *either.inputs))
+                results = [new.call_function(_item, (both, i)) for i in range(len(outs))]
         stay = _staying(notes.graph, piece)
-        gone = [calls[i] for i in sorted(own - stay)]
-        for number, out in zip(outs, made, strict=False):
+        gone = [calls[i] for i in sorted(fused - stay)]
+        for number, out in zip(outs, results, strict=False):
             nodes[number].replace_all_uses_with(out, lambda user: user not in gone)
             out.meta["example_value"] = nodes[number].meta.get("example_value")
             nodes[number] = out
-        last = made[-1]
+        last = results[-1]
         for i in sorted(stay):  # views of the weights come after them
             last.append(calls[i])
             last = calls[i]
@@ -110,14 +109,14 @@ def _with_sizes_of_inputs(module: fx.GraphModule) -> fx.GraphModule:
     if not module.graph.find_nodes(op="call_method", target="size"):
         return module
     graph = copy.deepcopy(module.graph)
-    known = {
+    symbols = {
         str(node.meta["example_value"]): node
         for node in graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("example_value"), torch.SymInt)
     }
 
     def read(value: Any) -> Any:
-        return value if isinstance(value, int) else known[str(value)]
+        return value if isinstance(value, int) else symbols[str(value)]
 
     for node in graph.find_nodes(op="call_method", target="size"):
         value = node.meta.get("example_value")
@@ -133,9 +132,9 @@ def _with_sizes_of_inputs(module: fx.GraphModule) -> fx.GraphModule:
                     _replace(other, user, part)
             else:
                 _replace(user, node, sizes)
-        for each in (*[u for u in node.users if not u.users], node):
-            if not each.users:
-                graph.erase_node(each)
+        for unused in (*[u for u in node.users if not u.users], node):
+            if not unused.users:
+                graph.erase_node(unused)
     return fx.GraphModule(module, graph)
 
 
@@ -145,8 +144,8 @@ def _replace(user: fx.Node, old: fx.Node, new: Any) -> None:
     user.args, user.kwargs = args, kwargs
 
 
-def _item(found: Any, i: int) -> Any:
-    return found[i]
+def _item(results: Any, i: int) -> Any:
+    return results[i]
 
 
 def _staying(graph: Graph, piece: Piece) -> set[int]:
@@ -164,7 +163,7 @@ def _staying(graph: Graph, piece: Piece) -> set[int]:
 class _Either:
     """A piece by the operator, or as it was written where the operator does not serve it."""
 
-    def __init__(self, plan: Plan, calls: list[fx.Node], outs: list[fx.Node]) -> None:
+    def __init__(self, plan: FusedPlan, calls: list[fx.Node], outs: list[fx.Node]) -> None:
         self.__name__ = "either"
         plain, copies, self.inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
@@ -194,14 +193,14 @@ class _Either:
 
 
 def _form(graph: Graph, calls: list[int]) -> Any:
-    """What is the same of some calls and of others like them."""
+    """What is equal for calls that compute the same on other tensors."""
     aliases: dict[int, int] = {}
 
     def alias(x: Any) -> Any:
         return f"#{aliases.setdefault(x, len(aliases))}" if type(x) is Ref else x
 
     nodes = [graph.nodes[i] for i in calls]
-    told = [repr((n.name, mapped(alias, (n.args, n.kwargs)), n.state)) for n in nodes]
+    texts = [repr((n.name, mapped(alias, (n.args, n.kwargs)), n.state)) for n in nodes]
     values = [graph.values[v] for v in aliases]
     kinds = [(v.dtype, v.device, v.requires_grad, v.shape, v.constant) for v in values]
-    return tuple(told), tuple(kinds)
+    return tuple(texts), tuple(kinds)

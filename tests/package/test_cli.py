@@ -10,7 +10,7 @@ from fresh import ROOT, forked, python
 
 import bahdanau_fast
 from bahdanau_fast import backends, cli
-from bahdanau_fast.check import calls, check
+from bahdanau_fast.check import check, problems
 
 
 def test_info_in_a_fresh_process():
@@ -58,20 +58,20 @@ sys.exit(main(["info"]))
 def test_check_covers_every_backend(capsys):
     passed = check()
     printed = capsys.readouterr().out
-    assert printed.count("\n") >= len(backends.available()) * len(calls.CASES) * 4
+    assert printed.count("\n") >= len(backends.available()) * len(problems.CASES) * 4
     assert passed == ("FAIL" not in printed)
     assert passed, printed
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1 + 1e-4, "FAIL\n"), (float("nan"), "inf")])
 def test_check_fails_on_a_wrong_answer(factor, said, monkeypatch, capsys):
-    right = calls.additive_attention
+    right = problems.results
 
-    def wrong(*args, **kwargs):
-        context, weights = right(*args, **kwargs)
-        return context * factor, weights
+    def wrong(backend, problem):
+        context, *others = right(backend, problem)
+        return [context if backend == "reference" else context * factor, *others]
 
-    monkeypatch.setattr(calls, "additive_attention", wrong)
+    monkeypatch.setattr(problems, "results", wrong)
     assert cli.main(["check"]) == 1
     printed = capsys.readouterr().out
     assert said in printed

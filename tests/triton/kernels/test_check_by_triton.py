@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from bahdanau_fast import cli
 from bahdanau_fast.backends.triton import launch as launches
 from bahdanau_fast.check import families
-from bahdanau_fast.check.calls import Case
+from bahdanau_fast.check.problems import Case
 from bahdanau_fast.kernels import plans
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
