@@ -19,27 +19,19 @@ struct DecodeLayout {
   int bytes = 0;
 };
 
-struct DecodeForward {
-  Problem p;
+struct DecodeForward : Forward {
   DecodeLayout layout;
-  const void* w_q = nullptr;  // (H,Dq) of T: queries are (B,Tq,Dq) and projected here
-  int64_t Dq = 0;
   int cluster = 1;                // blocks that share the projection, and of a row its splits
   int warps = kMostWarps;         // of a block
   int64_t query_groups = 1;       // of QT queries
   int64_t column_groups = 1;      // of the values
   int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
-  void* context = nullptr;        // (B,Tq,Dv) of T
-  void* weights = nullptr;        // (B,Tq,Tk) of fp32, or `narrow` of T; may be null
-  bool narrow = false;
   // Where the splits of a row are in several clusters, for combine_splits, all of fp32:
-  void* scores = nullptr;     // (B,Tq,Tk), where the weights go to if those are of fp32
-  void* maxima = nullptr;     // (B,Tq,splits), as are the sums of exp(score - maximum)
-  void* sums = nullptr;       // and, for each column, the values weighted by that:
-  void* contexts = nullptr;   // (B,Tq,splits,width)
-  int64_t width = 0;          // Dv, in whole pieces of four
-  int32_t* counts = nullptr;  // as in Forward
-  int64_t counts_row = 0;
+  void* scores = nullptr;    // (B,Tq,Tk), where the weights go to if those are of fp32
+  void* maxima = nullptr;    // (B,Tq,splits), as are the sums of exp(score - maximum)
+  void* sums = nullptr;      // and, per column, the values weighted by that:
+  void* contexts = nullptr;  // (B,Tq,splits,width)
+  int64_t width = 0;         // Dv, in whole pieces of four
 };
 
 // What a kernel for QT queries, which keeps `floats` columns of a context in each lane, takes.

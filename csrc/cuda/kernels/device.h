@@ -39,13 +39,7 @@ __device__ __forceinline__ void narrow(float x, f16* out) {
 __device__ __forceinline__ void narrow(float x, bf16* out) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
 }
-// NaN when x is.
-__device__ __forceinline__ float clamp(float x, float limit) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
-  return y;
-}
+// NaN when an argument is.
 __device__ __forceinline__ float larger_or_nan(float x, float y) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(y));
   return y;
@@ -54,6 +48,9 @@ __device__ __forceinline__ float at_most(float x, float limit) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
   return y;
+}
+__device__ __forceinline__ float clamp(float x, float limit) {
+  return larger_or_nan(at_most(x, limit), -limit);
 }
 __device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }

@@ -17,8 +17,17 @@
 
 namespace bahdanau_fast::gpu {
 
-// valid_lens as given: any real dtype, (B,) (with row_stride 0) or (B,Tq), any strides.
-enum class LenType : int { none, i64, i32, i16, i8, u8, u16, u32, u64, f32, f64, bf16, f16 };
+// The dtypes of valid_lens: F(name, type) for each.
+#define BAHDANAU_FAST_LEN_TYPES(F)                                                                \
+  F(i64, int64_t)                                                                                 \
+  F(i32, int32_t)                                                                                 \
+  F(i16, int16_t) F(i8, int8_t) F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) \
+      F(f32, float) F(f64, double) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+#define BAHDANAU_FAST_NAME(name, type) name,
+enum class LenType : int { none, BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_NAME) };
+#undef BAHDANAU_FAST_NAME
+
+// (B,) (with row_stride 0) or (B,Tq), any strides.
 struct Lens {
   const void* data = nullptr;
   LenType type = LenType::none;
@@ -70,12 +79,14 @@ struct Forward {
 
 struct Backward : Gradients {
   Problem p;
-  bool narrow = false;  // weights and grad_weights are of T instead of fp32
-  // What launches leave to the next ones:
-  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
-  void* moments = nullptr;         // as in GradKeys
-  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
-  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+  int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
+  bool narrow = false;            // weights and grad_weights are of T instead of fp32
+  // What launches leave to the next ones; null: not wanted, or of products zero.
+  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value
+  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; with moments, gradients of the weights
+  void* moments = nullptr;         // (B,Tq,splits,2) of Sum (decode_backward.h)
+  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout
+  void *queries_parts = nullptr, *w_parts = nullptr;  // (splits,B,Tq,H), (splits,B,H) of fp32
 };
 
 // All steps of a recurrent decoder of one layer; p.H are the hidden units of the attention, F, and

@@ -17,18 +17,10 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
-constexpr LenType len_type(int64_t) { return LenType::i64; }
-constexpr LenType len_type(int32_t) { return LenType::i32; }
-constexpr LenType len_type(int16_t) { return LenType::i16; }
-constexpr LenType len_type(int8_t) { return LenType::i8; }
-constexpr LenType len_type(uint8_t) { return LenType::u8; }
-constexpr LenType len_type(uint16_t) { return LenType::u16; }
-constexpr LenType len_type(uint32_t) { return LenType::u32; }
-constexpr LenType len_type(uint64_t) { return LenType::u64; }
-constexpr LenType len_type(float) { return LenType::f32; }
-constexpr LenType len_type(double) { return LenType::f64; }
-constexpr LenType len_type(bf16) { return LenType::bf16; }
-constexpr LenType len_type(f16) { return LenType::f16; }
+#define BAHDANAU_FAST_LEN_TYPE(name, type) \
+  constexpr LenType len_type(type) { return LenType::name; }
+BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_LEN_TYPE)
+#undef BAHDANAU_FAST_LEN_TYPE
 
 std::string place_of(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
