@@ -55,7 +55,7 @@ struct PersistentBackwardTask : PersistentBlock<T> {
       const int64_t gates = place(t, b, 4 * g.H) + h;
       float x[4], grad[4], state = own_at(kState, u, b) + given(g.grad_states, at);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) x[k] = given(g.gates_kept, gates + k * g.H);
+      for (int k = 0; k < 4; ++k) x[k] = given(g.saved_gates, gates + k * g.H);
       if constexpr (lstm) {
         const float tanh_cell = tanh_of(given(g.cells, next));
         const float cell = own_at(kCell, u, b) + state * x[3] * (1.0f - tanh_cell * tanh_cell);

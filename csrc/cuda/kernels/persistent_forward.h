@@ -22,7 +22,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
   __device__ T* at(void* x, int64_t t, int b, int64_t columns) const {
     return static_cast<T*>(x) + (t * p.B + row0 + b) * columns;
   }
-  __device__ int64_t kept_step(int64_t t) const { return f.gates_kept != nullptr ? t : 0; }
+  __device__ int64_t kept_step(int64_t t) const { return f.saved_gates != nullptr ? t : 0; }
   __device__ bool greedy() const { return f.V > 0; }
   // The states before step t.
   __device__ T* states_at(int64_t t, int b) const {
@@ -159,9 +159,9 @@ struct PersistentForwardTask : PersistentBlock<T> {
       }
       own_at(kState, u, b) = state;
       narrow(state, states_at(t + 1, b) + h);
-      if (f.gates_kept == nullptr) return;
+      if (f.saved_gates == nullptr) return;
 #pragma unroll
-      for (int g = 0; g < 4; ++g) narrow(x[g], at(f.gates_kept, t, b, 4 * f.H) + g * f.H + h);
+      for (int g = 0; g < 4; ++g) narrow(x[g], at(f.saved_gates, t, b, 4 * f.H) + g * f.H + h);
     });
   }
 

@@ -18,11 +18,12 @@
 namespace bahdanau_fast::gpu {
 
 // The dtypes of valid_lens: F(name, type) for each.
-#define BAHDANAU_FAST_LEN_TYPES(F)                                                                \
-  F(i64, int64_t)                                                                                 \
-  F(i32, int32_t)                                                                                 \
-  F(i16, int16_t) F(i8, int8_t) F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) \
-      F(f32, float) F(f64, double) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+#define BAHDANAU_FAST_LEN_TYPES(F)                                                              \
+  F(i64, int64_t)                                                                               \
+  F(i32, int32_t)                                                                               \
+  F(i16, int16_t)                                                                               \
+  F(i8, int8_t) F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) F(f32, float) \
+      F(f64, double) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
 #define BAHDANAU_FAST_NAME(name, type) name,
 enum class LenType : int { none, BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_NAME) };
 #undef BAHDANAU_FAST_NAME
@@ -102,6 +103,8 @@ struct Decoder {
   int64_t V = 0;
   const void *w_query = nullptr, *w_hidden = nullptr;  // (F,H), (G,H)
   View w_context;                                      // (G,Dv)
+  const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
+  const void* bias = nullptr;                          // (H) of a GRU's n, after W_h
 
   int64_t gates() const { return lstm ? 4 : 3; }
 };
@@ -118,20 +121,19 @@ struct Greedy {
 };
 
 struct DecoderForward : Decoder {
-  const void *input_gates = nullptr, *bias = nullptr;  // (T,B,G), (H) of a GRU's n, after W_h
-  Greedy greedy;                                       // instead of inputs
-  const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
+  const void* input_gates = nullptr;  // (T,B,G)
+  Greedy greedy;                      // instead of inputs
   // (T+1,B,H); greedily two states, in turn, and no cells.
   void *states = nullptr, *cells = nullptr;
   void* weights = nullptr;  // (T,B,Tk) of fp32
   // What backward takes. Contexts and queries have one step unless there are gates.
   void *contexts = nullptr, *queries = nullptr;  // (T,B,Dv), (T,B,F)
-  void* gates_kept = nullptr;                    // (T,B,4H), or null: n r z, n after W_h; i f g o
+  void* saved_gates = nullptr;                   // (T,B,4H), or null: n r z, n after W_h; i f g o
 };
 
 struct DecoderBackward : Decoder {
   const void *states = nullptr, *cells = nullptr, *queries = nullptr;  // of forward
-  const void *weights = nullptr, *gates_kept = nullptr;
+  const void *weights = nullptr, *saved_gates = nullptr;
   // Of the results: (T,B,H), (B,H), (B,H), (T,B,Tk) of fp32; null: zero.
   const void *grad_states = nullptr, *grad_hidden = nullptr;
   const void *grad_cell = nullptr, *grad_weights = nullptr;
