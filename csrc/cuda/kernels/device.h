@@ -12,6 +12,17 @@ namespace bahdanau_fast::gpu {
 
 constexpr int kWarp = 32;
 
+// f(0), ..., f(N - 1) without a loop; of two sizes f(0, 0), f(0, 1), ..., f(M - 1, N - 1).
+template <int N, class F>
+__device__ __forceinline__ void unrolled(const F& f) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) f(k);
+}
+template <int M, int N, class F>
+__device__ __forceinline__ void unrolled(const F& f) {
+  unrolled<M>([&](int m) { unrolled<N>([&](int n) { f(m, n); }); });
+}
+
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
@@ -77,10 +88,9 @@ __device__ __forceinline__ uint64_t load_of_others(const unsigned long long* p) 
   return __ldcg(p);
 }
 
-// Blocks of a launch that are all resident meet at a counter, zero before the launch: what a block
-// wrote before arrive() can be read past the wait() of any. Between the two it may do what is its
-// own.
-struct Meeting {
+// Blocks of a launch that are all resident wait for one another at a counter, zero before the
+// launch: what a block wrote before arrive() can be read past the wait() of any.
+struct GroupBarrier {
   unsigned* arrived;
   unsigned blocks, all = 0;
 
@@ -98,6 +108,10 @@ struct Meeting {
       } while (int(now - all) < 0);
     }
     __syncthreads();
+  }
+  __device__ void sync() {
+    arrive();
+    wait();
   }
 };
 

@@ -18,12 +18,13 @@
 namespace bahdanau_fast::gpu {
 
 // The dtypes of valid_lens: F(name, type) for each.
-#define BAHDANAU_FAST_LEN_TYPES(F)                                                              \
-  F(i64, int64_t)                                                                               \
-  F(i32, int32_t)                                                                               \
-  F(i16, int16_t)                                                                               \
-  F(i8, int8_t) F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) F(f32, float) \
-      F(f64, double) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+#define BAHDANAU_FAST_LEN_TYPES(F)                                                               \
+  F(i64, int64_t)                                                                                \
+  F(i32, int32_t)                                                                                \
+  F(i16, int16_t)                                                                                \
+  F(i8, int8_t)                                                                                  \
+  F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) F(f32, float) F(f64, double) \
+      F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
 #define BAHDANAU_FAST_NAME(name, type) name,
 enum class LenType : int { none, BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_NAME) };
 #undef BAHDANAU_FAST_NAME
@@ -96,7 +97,7 @@ struct Backward : Gradients {
 // multiples of 16 bytes, unless something else is said.
 struct Decoder {
   Problem p;  // B, Tk, F, Dv; Tq is one
-  bool lstm = false;
+  bool lstm = false, backward = false;
   int64_t T = 0, H = 0;  // steps, units
   // Tokens, a multiple of 16, where each step's input is the one that the last step wrote; 0: the
   // inputs are given.
@@ -132,6 +133,8 @@ struct DecoderForward : Decoder {
 };
 
 struct DecoderBackward : Decoder {
+  explicit DecoderBackward(const Decoder& decoder) : Decoder(decoder) { backward = true; }
+
   const void *states = nullptr, *cells = nullptr, *queries = nullptr;  // of forward
   const void *weights = nullptr, *saved_gates = nullptr;
   // Of the results: (T,B,H), (B,H), (B,H), (T,B,Tk) of fp32; null: zero.
@@ -158,7 +161,7 @@ struct Kernels {
   void (*grad_keys)(const Backward&, const Device&, const Memory&);  // and from there
   int (*largest_cluster)();                                          // on the current GPU
   // All steps in one launch, on 16 bits alone: what is against it, or null, and the launches.
-  const char* (*why_not_decode)(const Decoder&, bool backward, const Device&) = nullptr;
+  const char* (*why_not_decode)(const Decoder&, const Device&) = nullptr;
   void (*decode)(const DecoderForward&, const Device&, const Memory&) = nullptr;
   void (*decode_backward)(const DecoderBackward&, const Device&, const Memory&) = nullptr;
   // What keeps them from running on the current GPU; null if nothing does.

@@ -247,8 +247,8 @@ constexpr Kernels kernels_of() {
              All::grad_rows, All::grad_keys, All::clusters};
   if constexpr (sizeof(T) == 2) {
     of.why_not_decode = Decode<T>::why_not;
-    of.decode = Decode<T>::forward;
-    of.decode_backward = Decode<T>::backward;
+    of.decode = Decode<T>::template run<DecoderForward>;
+    of.decode_backward = Decode<T>::template run<DecoderBackward>;
   }
   of.why_not = All::problem;
   return of;

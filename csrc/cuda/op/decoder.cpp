@@ -244,14 +244,14 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
 const char* why_not_decode(bool lstm, bool backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv,
                            int64_t H, int64_t V, int64_t T) {
   Decoder d;
-  d.lstm = lstm, d.H = H, d.V = V, d.T = T;
+  d.lstm = lstm, d.backward = backward, d.H = H, d.V = V, d.T = T;
   d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
   if (V * d.gates() * H * 2 > kMostWritten) return "the gates of every token take too much memory";
   if (V > 0 && T > kMostWritten / 4 / (B * Tk))
     return "weights of so many steps take too much memory";
   int device = 0;
   STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess, "there is no current CUDA device");
-  return kernels_bf16.why_not_decode(d, backward, current_device(device, &kernels_bf16));
+  return kernels_bf16.why_not_decode(d, current_device(device, &kernels_bf16));
 }
 
 }  // namespace bahdanau_fast::gpu

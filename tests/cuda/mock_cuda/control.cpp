@@ -94,9 +94,9 @@ const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, i
 void mock_plan(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv, int64_t H,
                int64_t blocks, int64_t shared, int* found) {
   bahdanau_fast::gpu::Decoder d;
-  d.lstm = lstm != 0, d.H = H;
+  d.lstm = lstm != 0, d.backward = backward != 0, d.H = H;
   d.p.B = B, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
-  const auto plan = bahdanau_fast::gpu::plan_persistent(d, backward != 0, blocks, shared);
+  const auto plan = bahdanau_fast::gpu::plan_persistent(d, blocks, shared);
   const int all[] = {plan.groups, plan.blocks,   plan.rows,     plan.sentences, plan.units,
                      plan.hidden, plan.features, plan.resident, plan.bytes};
   std::copy(std::begin(all), std::end(all), found);
