@@ -154,15 +154,14 @@ def test_instructions_of_a_step():
     assert backward < 3900
 
 
-WAIT, BARRIER = ("group.wait();", "bra"), ("group.sync();", "bra")
-SYNC = "__syncthreads()", "bar.sync"
+WAIT, SYNC = ("group.wait();", "bra"), ("__syncthreads()", "bar.sync")
 ARRIVE, ACQUIRE = "red.release.gpu.global.add.u32", "ld.acquire.gpu.global.u32"
 BOTH, FORWARD, BACKWARD = "persistent.h", "persistent_forward.h", "persistent_backward.h"
 # As MISTAKES of test_cuda.py.
 MISTAKES = {
     "no barrier past the queries": (FORWARD, "add_inputs(t);", WAIT),
-    "no barrier past the contexts": (FORWARD, "attend(t, s);", BARRIER),
-    "no barrier past the states": (FORWARD, "if (t + 1 == f.T && !greedy()) break;", BARRIER),
+    "no barrier past the contexts": (FORWARD, "attend(t, s);", WAIT),
+    "no barrier past the states": (FORWARD, "if (t + 1 == f.T && !greedy()) break;", WAIT),
     "no barriers backward": ("device.h", "void sync() {", ("wait();", "bra")),
     "a counter that releases nothing": (
         "device.h", "all += blocks;", ("red.release", ARRIVE, ARRIVE.replace("release", "relaxed")),
@@ -196,7 +195,7 @@ def test_mistakes_are_found(mistake):
 
 @pytest.mark.parametrize("after", ["multiply_dense(t);", "clear_best(t);"])
 def test_mistakes_with_tokens_are_found(after):
-    change = changed("bra", FORWARD, line_of(FORWARD, after, "group.sync();"))
+    change = changed("bra", FORWARD, line_of(FORWARD, after, "group.wait();"))
     with pytest.raises(PtxError, match=r"race:|never comes|nothing was written"):
         check_tokens(CudaPtx("90a", change=change), Case(False, B=11), 0, most=4)
 

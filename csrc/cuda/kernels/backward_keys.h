@@ -47,8 +47,7 @@ struct KeysBlock {
     if (valid > 0) {
       load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, valid - 1)), c, end, out);
     } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u) out[u] = 0;
+      unrolled<U>([&](int u) { out[u] = 0; });
     }
   }
 
@@ -157,10 +156,10 @@ struct GradKeysTask : KeysBlock<T, vectors> {
     const int64_t c = c0 + lane * U, run = kRun * kDecodeWarps * KU;
     float query[QT][U], w[U];
     if (c < p.H) {
-#pragma unroll
-      for (int q = 0; q < QT; ++q)
+      unrolled<QT>([&](int q) {
         load_units<T, vectors>(row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1)), c, p.H,
                                query[q]);
+      });
       load_units<T, vectors>(static_cast<const T*>(p.w), c, p.H, w);
     }
     float* warp_sums = smem.sums + warp * (QT + 1) * columns + lane * U;
@@ -170,10 +169,10 @@ struct GradKeysTask : KeysBlock<T, vectors> {
       if (c < p.H) add_run(i0, c, from, smaller(n, from + run), query, w, sums);
 #pragma unroll
       for (int q = 0; q <= QT; ++q)
-#pragma unroll
-        for (int u = 0; u < U; ++u)
+        unrolled<U>([&](int u) {
           warp_sums[q * columns + u] =
               from == 0 ? sums[q][u] : warp_sums[q * columns + u] + sums[q][u];
+        });
     }
   }
 
@@ -183,30 +182,26 @@ struct GradKeysTask : KeysBlock<T, vectors> {
                                           float (&sums)[QT + 1][U]) const {
     for (int64_t first = from + warp * KU; first < end; first += kDecodeWarps * KU) {
       float key[KU][U];
-#pragma unroll
-      for (int k = 0; k < KU; ++k) this->load_valid(p.keys, first + k, c, p.H, key[k]);
+      unrolled<KU>([&](int k) { this->load_valid(p.keys, first + k, c, p.H, key[k]); });
 #pragma unroll
       for (int k = 0; k < KU; ++k) {
         if (first + k >= n) continue;
         float grad[U] = {};
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
+        unrolled<QT>([&](int q) {
           const float s = smem.scores[q * g.split + first + k];
 #pragma unroll
           for (int u = 0; u < U; u += 4) {
             float x[4], t[4], slope[4];
-#pragma unroll
-            for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
+            unrolled<4>([&](int y) { x[y] = query[q][u + y] + key[k][u + y]; });
             four_tanh_of<T>(x, t, slope);
-#pragma unroll
-            for (int y = 0; y < 4; ++y) {
+            unrolled<4>([&](int y) {
               const float su = s * slope[y];
               sums[QT][u + y] += s * t[y];
               sums[q][u + y] += su;
               grad[u + y] += su;
-            }
+            });
           }
-        }
+        });
         if (g.grad_keys != nullptr) store_key(i0, first + k, c, w, grad);
       }
     }
@@ -216,12 +211,11 @@ struct GradKeysTask : KeysBlock<T, vectors> {
   __device__ __forceinline__ void store_key(int64_t i0, int64_t j, int64_t c, const float* w,
                                             float* grad) const {
     float* const grads = smem.grads + j * columns + lane * U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
+    unrolled<U>([&](int u) {
       if (i0 > 0) grad[u] += grads[u];
       if (i0 + QT < p.Tq) grads[u] = grad[u];
       grad[u] *= w[u];
-    }
+    });
     if (i0 + QT >= p.Tq) store_units<T, vectors>(grad, this->row_of(g.grad_keys, j, p.H), c, p.H);
   }
 
@@ -292,22 +286,16 @@ __global__ void __launch_bounds__(kSumThreads) sum_parts(const SumParts all) {
 #pragma unroll 1
     for (int64_t first = from; first < end; first += W * warps) {
       float part[W][4];
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-          part[k][u] = parts[smaller(first + k * warps, g.rows - 1) * g.columns +
-                             smaller(c0 + u * kWarp + lane, g.columns - 1)];
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-#pragma unroll
-        for (int u = 0; u < 4; ++u) run_sum[u] += first + k * warps < g.rows ? part[k][u] : 0.0f;
+      unrolled<W, 4>([&](int k, int u) {
+        part[k][u] = parts[smaller(first + k * warps, g.rows - 1) * g.columns +
+                           smaller(c0 + u * kWarp + lane, g.columns - 1)];
+      });
+      unrolled<W, 4>(
+          [&](int k, int u) { run_sum[u] += first + k * warps < g.rows ? part[k][u] : 0.0f; });
     }
-#pragma unroll
-    for (int u = 0; u < 4; ++u) sum[u] += run_sum[u];
+    unrolled<4>([&](int u) { sum[u] += run_sum[u]; });
   }
-#pragma unroll
-  for (int u = 0; u < 4; ++u) sums[warp * kSumColumns + u * kWarp + lane] = sum[u];
+  unrolled<4>([&](int u) { sums[warp * kSumColumns + u * kWarp + lane] = sum[u]; });
   __syncthreads();
   const int64_t c = c0 + threadIdx.x;
   if (threadIdx.x >= kSumColumns || c >= g.columns) return;

@@ -46,25 +46,20 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
     float sums[N] = {};
     for (int h = lane * U; h < sizes.width; h += piece) {
       float key[KU][U];
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
+      unrolled<KU>([&](int k) {
         unpack<T>(bytes_at(keys_of_stage + k * (sizes.width + sizes.values) + h), key[k]);
-        if constexpr (exponentials)
-#pragma unroll
-          for (int u = 0; u < U; ++u) key[k][u] = exp_of_key(key[k][u]);
-      }
+        if constexpr (exponentials) unrolled<U>([&](int u) { key[k][u] = exp_of_key(key[k][u]); });
+      });
 #pragma unroll
       for (int u = 0; u < U; u += 4) {
         float w[4];
         load_four(mine.w + h + u, w);
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
+        unrolled<QT>([&](int q) {
           float query[4];
           load_four(mine.queries + q * sizes.width + h + u, query);
-#pragma unroll
-          for (int k = 0; k < KU; ++k)
-            add_four<T, exponentials>(query, key[k] + u, w, &sums[k * QT + q]);
-        }
+          unrolled<KU>(
+              [&](int k) { add_four<T, exponentials>(query, key[k] + u, w, &sums[k * QT + q]); });
+        });
       }
     }
     const float sum = warp_sums<N>(sums, lane);
@@ -98,12 +93,10 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
         const float factor = exp_of<T>(best - top);
         best = top;
         total *= factor;
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
+        unrolled<QT>([&](int q) {
           const float of_query = __shfl_sync(kAllLanes, factor, q * each);
-#pragma unroll
-          for (int c = 0; c < floats; ++c) context[q][c] *= of_query;
-        }
+          unrolled<floats>([&](int c) { context[q][c] *= of_query; });
+        });
       }
       float odd = exp_of<T>(x - best);
       total += odd;
@@ -122,18 +115,14 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
     for (int k = 0; k < KU; ++k) {
       if (k >= left) break;
       float of_query[QT];
-#pragma unroll
-      for (int q = 0; q < QT; ++q)
-        of_query[q] = __shfl_sync(kAllLanes, weight, (k * QT + q) * each);
+      unrolled<QT>(
+          [&](int q) { of_query[q] = __shfl_sync(kAllLanes, weight, (k * QT + q) * each); });
 #pragma unroll
       for (int c = 0; c < floats / U; ++c) {
         if (c * piece >= columns - lane * U) continue;
         float value[U];
         unpack<T>(bytes_at(values + k * (sizes.width + sizes.values) + c * piece), value);
-#pragma unroll
-        for (int q = 0; q < QT; ++q)
-#pragma unroll
-          for (int u = 0; u < U; ++u) context[q][c * U + u] += of_query[q] * value[u];
+        unrolled<QT, U>([&](int q, int u) { context[q][c * U + u] += of_query[q] * value[u]; });
       }
     }
   }
@@ -216,12 +205,11 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
     for (int m = 0; m < blocks; ++m) {
       const char* from = of_block(mine.rings + (q * Sizes::columns + c) * int(sizeof(float)), m);
       float parts[kMostWarps], of_part = 0;
-#pragma unroll
-      for (int k = 0; k < kMostWarps; ++k)
+      unrolled<kMostWarps>([&](int k) {
         parts[k] = k < d.warps ? *reinterpret_cast<const float*>(from + k * sizes.of_warp) : 0.0f;
-#pragma unroll
-      for (int k = 0; k < kMostWarps; ++k)
-        of_part += __shfl_sync(kAllLanes, factor, m * kMostWarps + k) * parts[k];
+      });
+      unrolled<kMostWarps>(
+          [&](int k) { of_part += __shfl_sync(kAllLanes, factor, m * kMostWarps + k) * parts[k]; });
       sum += of_part;
     }
     return sum;

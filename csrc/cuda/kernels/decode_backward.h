@@ -63,30 +63,24 @@ struct GradValuesTask : KeysBlock<T, vectors> {
   __device__ void add_values() {
     for (int64_t first = warp * KV; first < n; first += kDecodeWarps * KV) {
       float weights[QT][KV], dots[KV * QT] = {};
-#pragma unroll
-      for (int q = 0; q < QT; ++q)
-#pragma unroll
-        for (int k = 0; k < KV; ++k)
-          weights[q][k] = smem.weights[q * g.split + smaller(first + k, n - 1)];
+      unrolled<QT, KV>([&](int q, int k) {
+        weights[q][k] = smem.weights[q * g.split + smaller(first + k, n - 1)];
+      });
       for (int64_t c = lane * U; c < p.Dv; c += kWarp * U) {
         float value[KV][U], grad[KV][U] = {};
-#pragma unroll
-        for (int k = 0; k < KV; ++k) this->load_valid(p.values, first + k, c, p.Dv, value[k]);
+        unrolled<KV>([&](int k) { this->load_valid(p.values, first + k, c, p.Dv, value[k]); });
 #pragma unroll
         for (int q = 0; q < QT; ++q)
-#pragma unroll
-          for (int k = 0; k < KV; ++k)
-#pragma unroll
-            for (int u = 0; u < U; ++u) {
-              const float grad_context = smem.context[q * smem.width + c + u];
-              dots[k * QT + q] += grad_context * value[k][u];
-              grad[k][u] += weights[q][k] * grad_context;
-            }
+          unrolled<KV, U>([&](int k, int u) {
+            const float grad_context = smem.context[q * smem.width + c + u];
+            dots[k * QT + q] += grad_context * value[k][u];
+            grad[k][u] += weights[q][k] * grad_context;
+          });
         if (g.grad_values == nullptr) continue;
-#pragma unroll
-        for (int k = 0; k < KV; ++k)
+        unrolled<KV>([&](int k) {
           if (first + k < n)
             store_units<T, vectors>(grad[k], this->row_of(g.grad_values, first + k, p.Dv), c, p.Dv);
+        });
       }
       const float dot = warp_sums<KV * QT>(dots, lane);
       constexpr int lanes = kWarp / (KV * QT);  // that have one dot product

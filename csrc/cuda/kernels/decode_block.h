@@ -58,9 +58,9 @@ struct DecodeBlock {
     if constexpr (vectors) {
       if (left > 0) copy16(to, from);
     } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u)
+      unrolled<U>([&](int u) {
         if (left > 0) to[u] = u < left ? from[u] : T{};
+      });
     }
   }
 
@@ -69,24 +69,23 @@ struct DecodeBlock {
     if (first_of(t) < n) {
       const T *key = next_key, *value = next_value;
       to += lane * U;
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
+      unrolled<KU>([&](int k) {
         if (k > 0 && first_of(t) + k < n) {
           key += p.keys.row_stride;
           value += p.values.row_stride;
         }
         constexpr int most = vectors ? 4 : 1;
-#pragma unroll
-        for (int c = 0; c < most; ++c)
+        unrolled<most>([&](int c) {
           copy_piece(to + c * piece, key + c * piece, int(p.H) - lane * U - c * piece);
+        });
         for (int c = most * piece; c < p.H; c += piece)
           copy_piece(to + c, key + c, int(p.H) - lane * U - c);
-#pragma unroll
-        for (int c = 0; c < floats / U; ++c)
+        unrolled<floats / U>([&](int c) {
           copy_piece(to + sizes.width + c * piece, value + c * piece,
                      columns - lane * U - c * piece);
+        });
         to += sizes.width + sizes.values;
-      }
+      });
       next_key += d.warps * KU * p.keys.row_stride;
       next_value += d.warps * KU * p.values.row_stride;
     }
@@ -106,29 +105,24 @@ struct DecodeBlock {
     const T* w_q = static_cast<const T*>(d.w_q);
     relaxed_cluster_barrier();  // every block has started
     int64_t offsets[most];      // of the queries of the cluster's blocks: a division is slow
-#pragma unroll
-    for (int m = 0; m < most; ++m) {
+    unrolled<most>([&](int m) {
       const uint32_t block = blockIdx.x - rank + smaller(m, blocks - 1);
       const uint32_t row_of_block = block / uint32_t(d.splits) / uint32_t(d.column_groups);
       offsets[m] = smaller(row_of_block, p.B - 1) * p.queries.batch_stride;
-    }
+    });
     const T* first = static_cast<const T*>(p.queries.data);
     for (int h0 = (rank * d.warps + warp) * units; h0 < p.H; h0 += blocks * d.warps * units) {
       float sums[most * units] = {};
       for (int64_t c = lane * U; c < d.Dq; c += piece) {
         float weight[units][U];
-#pragma unroll
-        for (int x = 0; x < units; ++x)
+        unrolled<units>([&](int x) {
           load_units<T, true>(w_q + smaller(h0 + x, p.H - 1) * d.Dq, c, d.Dq, weight[x]);
-#pragma unroll
-        for (int m = 0; m < most; ++m) {
+        });
+        unrolled<most>([&](int m) {
           float query[U];
           load_units<T, true>(first + offsets[m], c, d.Dq, query);
-#pragma unroll
-          for (int x = 0; x < units; ++x)
-#pragma unroll
-            for (int k = 0; k < U; ++k) sums[m * units + x] += weight[x][k] * query[k];
-        }
+          unrolled<units, U>([&](int x, int k) { sums[m * units + x] += weight[x][k] * query[k]; });
+        });
       }
       const float sum = warp_sums<most * units>(sums, lane);
       const int target = lane / of_sum / units, h = h0 + lane / of_sum % units;
@@ -169,28 +163,25 @@ struct DecodeBlock {
   __device__ bool load_queries() {
     const int units = int(p.H), last = int(smaller(QT, p.Tq - i0)) - 1;
     const T* rows[QT];
-#pragma unroll
-    for (int q = 0; q < QT; ++q) rows[q] = row_at<T>(p.queries, b, i0 + (q < last ? q : last));
+    unrolled<QT>([&](int q) { rows[q] = row_at<T>(p.queries, b, i0 + (q < last ? q : last)); });
     float largest = 0, largest_w = 0, sum_w = 0;
 #pragma unroll 4
     for (int h = threadIdx.x; h < sizes.width; h += blockDim.x) {
       const int there = h < units ? h : units - 1;
       float x = widen(read_only(static_cast<const T*>(p.w) + there)), a[QT];
       x = h < units ? x : 0.0f;
-#pragma unroll
-      for (int q = 0; q < QT; ++q) {
+      unrolled<QT>([&](int q) {
         a[q] =
             QT == 1 && d.w_q != nullptr ? mine.queries[there] : widen(read_only(rows[q] + there));
         a[q] = q <= last && h < units ? a[q] : 0.0f;
-      }
+      });
       mine.w[h] = sizeof(T) == 2 ? kSmallW * x : x;
       sum_w += x;
       largest_w = larger_or_nan(largest_w, fabs(x));
-#pragma unroll
-      for (int q = 0; q < QT; ++q) {
+      unrolled<QT>([&](int q) {
         mine.queries[q * sizes.width + h] = sizeof(T) == 2 ? 2.0f * kLog2e * a[q] : a[q];
         largest = larger_or_nan(largest, fabs(a[q]));
-      }
+      });
     }
     bool exponentials = false;
     if constexpr (QT > 1 && sizeof(T) == 2) {
@@ -203,8 +194,7 @@ struct DecodeBlock {
     sum_w = warp_sum(0.5f * sum_w);
     if (lane == 0) mine.sums[warp] = sum_w;
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kMostWarps; ++k) half_w += k < d.warps ? mine.sums[k] : 0.0f;
+    unrolled<kMostWarps>([&](int k) { half_w += k < d.warps ? mine.sums[k] : 0.0f; });
     for (int q = 0; q < QT; ++q) keys = int(larger(keys, count(q)));
     return exponentials;
   }

@@ -244,8 +244,7 @@ __device__ __forceinline__ bool any_lane(bool x) {
 // Four neighbours, 16 bytes of aligned memory.
 __device__ __forceinline__ void load_four(const float* from, float* x) {
   const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(from);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) x[k] = from_bits(bytes.word[k]);
+  unrolled<4>([&](int k) { x[k] = from_bits(bytes.word[k]); });
 }
 __device__ __forceinline__ void store_four(const float* x, float* to) {
   *reinterpret_cast<Bytes16*>(to) = {{to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])}};
@@ -294,11 +293,10 @@ template <int N, int offset = kWarp / 2>
 __device__ __forceinline__ float warp_sums(float* x, int lane) {
   if constexpr (N > 1) {
     const bool upper = lane & offset;
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) {
+    unrolled<N / 2>([&](int k) {
       const float give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
       x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
-    }
+    });
     return warp_sums<N / 2, offset / 2>(x, lane);
   } else {
     float sum = x[0];

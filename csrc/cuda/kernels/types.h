@@ -18,13 +18,12 @@
 namespace bahdanau_fast::gpu {
 
 // The dtypes of valid_lens: F(name, type) for each.
-#define BAHDANAU_FAST_LEN_TYPES(F)                                                               \
-  F(i64, int64_t)                                                                                \
-  F(i32, int32_t)                                                                                \
-  F(i16, int16_t)                                                                                \
-  F(i8, int8_t)                                                                                  \
-  F(u8, uint8_t) F(u16, uint16_t) F(u32, uint32_t) F(u64, uint64_t) F(f32, float) F(f64, double) \
-      F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+// clang-format off
+#define BAHDANAU_FAST_LEN_TYPES(F)                                                  \
+  F(i64, int64_t) F(i32, int32_t) F(i16, int16_t) F(i8, int8_t)                     \
+  F(u64, uint64_t) F(u32, uint32_t) F(u16, uint16_t) F(u8, uint8_t)                 \
+  F(f64, double) F(f32, float) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+// clang-format on
 #define BAHDANAU_FAST_NAME(name, type) name,
 enum class LenType : int { none, BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_NAME) };
 #undef BAHDANAU_FAST_NAME
