@@ -26,12 +26,11 @@ struct KeysBlock {
   const Backward& g;
   const Problem& p;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  int64_t b, j0, n, valid = 0;  // keys and values from `valid` on may be anything
+  const int64_t b = blockIdx.x / g.splits, j0 = blockIdx.x % g.splits * g.split;
+  const int64_t n = larger(0, smaller(g.split, p.Tk - j0));
+  int64_t valid = 0;  // keys and values from here on may be anything
 
   __device__ explicit KeysBlock(const Backward& all) : g(all), p(all.p) {
-    b = blockIdx.x / g.splits;
-    j0 = blockIdx.x % g.splits * g.split;
-    n = larger(0, smaller(g.split, p.Tk - j0));
     for (int64_t i = 0; i < p.Tq; ++i) valid = larger(valid, count(i));
   }
 

@@ -72,7 +72,7 @@ template <class T>
 __device__ __forceinline__ T read_only(const T* p) {
   return {__ldg(&p->bits)};
 }
-// 16 bytes of that; p is a multiple of 16.
+// 16 bytes of it; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
@@ -144,7 +144,7 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until the thread's own copies are there, but for its last `groups` groups.
+// Waits for the thread's copies, but for its last `groups` groups.
 template <int groups>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
@@ -155,50 +155,44 @@ __device__ __forceinline__ char* shared_memory() {
   return bahdanau_fast_shared;
 }
 
-// Clusters of blocks, from 9.0 on. Before, each block is a cluster of its own.
-__device__ __forceinline__ int cluster_size() {
-  int size = 1;
+// Clusters of blocks, from 9.0 on; before, a block is a cluster by itself. What any block of it
+// wrote to shared memory before cluster_barrier() can be read after it; past
+// relaxed_cluster_barrier() nothing in memory is ordered, so no store under way is waited for.
+// in_block(x, rank) is the address of x in the shared memory of that block, valid from the first
+// cluster_barrier() until it ends.
 #if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_size() {
+  int size;
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-#endif
   return size;
 }
 __device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if __CUDA_ARCH__ >= 900
+  int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
   return rank;
 }
-// What any block of the cluster wrote to shared memory before it can be read after it.
 __device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-#else
-  __syncthreads();
-#endif
 }
-// Blocks wait for one another; nothing in memory is ordered, so no store under way is waited for.
 __device__ __forceinline__ void relaxed_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
-#else
-  __syncthreads();
-#endif
 }
-// The address in block `rank`'s shared memory that corresponds to `mine` in this block's. Valid
-// from the first cluster_barrier() until that block ends.
 template <class X>
-__device__ __forceinline__ X* in_block(X* mine, int rank) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t theirs;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
-  return reinterpret_cast<X*>(theirs);
-#else
-  (void)rank;
-  return mine;
-#endif
+__device__ __forceinline__ X* in_block(X* x, int rank) {
+  uint64_t mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(x), "r"(rank));
+  return reinterpret_cast<X*>(mapped);
 }
+#else
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
+__device__ __forceinline__ void relaxed_cluster_barrier() { __syncthreads(); }
+template <class X>
+__device__ __forceinline__ X* in_block(X* x, int) {
+  return x;
+}
+#endif
 
 __device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }

@@ -23,34 +23,26 @@ template <class T>
 struct PersistentBlock {
   static constexpr int U = kVector<T>;
   const Decoder& d;
-  const Problem& p;
+  const Problem& p = d.p;
   const PersistentPlan& plan;
-  char* const shared;
-  // Of the block in its group, of the group's first batch row; how many rows the group has.
-  const int rank, row0, rows;
+  char* const shared = shared_memory();
+  // The block's rank in its group, and the group's first batch row and how many it has.
+  const int group_index = int(blockIdx.x) / plan.blocks;
+  const int rank = int(blockIdx.x) % plan.blocks, row0 = group_index * plan.rows;
+  const int rows = int(smaller(plan.rows, p.B - row0));
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  float *unit_values, *query, *w, *grad_context, *scores, *weights, *parts;
+  float *const unit_values = floats_at(plan.unit_values), *const parts = floats_at(plan.parts);
+  float *const query = floats_at(plan.vectors), *const w = query + p.H;
+  float *const grad_context = w + p.H, *const scores = floats_at(plan.scores);
+  float* const weights = scores + p.Tk;
   float half_w = 0;  // half the sum of w
   GroupBarrier group;
 
   template <class Direction>
   __device__ explicit PersistentBlock(const Persistent<Direction>& all)
       : d(all.d),
-        p(all.d.p),
         plan(all.plan),
-        shared(shared_memory()),
-        rank(int(blockIdx.x) % plan.blocks),
-        row0(int(blockIdx.x) / plan.blocks * plan.rows),
-        rows(int(smaller(plan.rows, p.B - row0))),
-        unit_values(floats_at(plan.unit_values)),
-        query(floats_at(plan.vectors)),
-        w(query + p.H),
-        grad_context(w + p.H),
-        scores(floats_at(plan.scores)),
-        weights(scores + p.Tk),
-        parts(floats_at(plan.parts)),
-        group{all.arrived + int(blockIdx.x) / plan.blocks * kCounterStride, unsigned(plan.blocks)} {
-  }
+        group{all.arrived + group_index * kCounterStride, unsigned(plan.blocks)} {}
 
   static __device__ const T* in(const void* x) { return static_cast<const T*>(x); }
   static __device__ __forceinline__ Bytes16 bytes_at(const T* x) {

@@ -20,8 +20,9 @@ constexpr float kShrunk = 1.0f / (1 << 20), kSmallW = 1.0f / (1 << 24);
 // Largest |w|: above, w times three d could overflow.
 constexpr float kLargestW = 1e8f;
 
-__device__ __forceinline__ float exp_of_two(float x) { return exp2_approx(2.0f * kLog2e * x); }
-__device__ __forceinline__ float exp_of_key(float c) { return exp_of_two(clamp(c, kKeyLimit)); }
+__device__ __forceinline__ float exp_of_key(float c) {
+  return exp2_approx(2.0f * kLog2e * clamp(c, kKeyLimit));
+}
 
 // exp(x) of x up to 0. In 16 bits with a relative error of 2^-22 and, at the most, that of x.
 template <class T>

@@ -62,13 +62,8 @@ struct Attend {
   };
   template <int QT, int floats, bool vectors>
   static constexpr Step step() {
-    using Sizes = DecodeSizes<T, QT, floats>;
-    return {decode_forward<T, QT, floats, vectors>,
-            QT,
-            Sizes::columns,
-            Sizes::KU,
-            Sizes::blocks,
-            Sizes::layout};
+    using S = DecodeSizes<T, QT, floats>;
+    return {decode_forward<T, QT, floats, vectors>, QT, S::columns, S::KU, S::blocks, S::layout};
   }
   static constexpr Step steps[] = {step<1, 16, true>(), step<1, 32, true>(), step<4, 16, true>(),
                                    step<4, 16, false>()};

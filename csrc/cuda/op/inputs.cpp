@@ -172,11 +172,16 @@ void Inputs::check_like(const Tensor& tensor, const char* name,
                   " must have the shape that fits the others, and the dtype of queries");
 }
 
-const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
-                            std::initializer_list<int64_t> shape, const char* name) {
+void Inputs::check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
+                        const char* name) const {
   check_device(tensor, name);
   STD_TORCH_CHECK(is_of(tensor, type, shape), name,
                   " must have the shape and dtype that fit the others");
+}
+
+const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
+                            std::initializer_list<int64_t> shape, const char* name) {
+  check_fits(tensor, type, shape, name);
   owned_.push_back(packed(tensor));
   if (reinterpret_cast<uint64_t>(owned_.back().const_data_ptr()) % 16 != 0)
     owned_.back() = torch::stable::clone(owned_.back());
@@ -184,9 +189,7 @@ const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
 }
 
 View Inputs::rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) {
-  check_device(tensor, name);
-  STD_TORCH_CHECK(is_of(tensor, dtype, {rows, columns}), name,
-                  " must have the shape and dtype that fit the others");
+  check_fits(tensor, dtype, {rows, columns}, name);
   owned_.push_back(in_vectors(tensor));
   return {owned_.back().const_data_ptr(), 0, owned_.back().stride(0)};
 }

@@ -51,6 +51,7 @@ struct Inputs {
   View rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name);
   // A new contiguous tensor on the device of the queries; (0,) where it is not wanted.
   Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted = true) const;
+  Tensor none() const { return new_tensor({0}, dtype); }
   // What the launches need beside: it lives as long as this.
   Memory memory();
 
@@ -66,6 +67,8 @@ struct Inputs {
   void check_device(const Tensor& tensor, const char* name) const;
   void check_like(const Tensor& tensor, const char* name,
                   std::initializer_list<int64_t> shape) const;
+  void check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
+                  const char* name) const;
   void set_lens(const Tensor& lens);
   void set_mask(const Tensor& mask);
 

@@ -50,9 +50,8 @@ auto attention(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   else
     in.kernels->forward(in.forward, in.device, in.memory());
   if constexpr (recorded) {
-    const auto none = [&] { return in.new_tensor({0}, in.dtype); };
-    return std::make_tuple(context, weights, *counts, in.projected ? *in.projected : none(),
-                           none());
+    return std::make_tuple(context, weights, *counts, in.projected ? *in.projected : in.none(),
+                           in.none());
   } else {
     return std::make_tuple(context, weights);
   }
@@ -75,11 +74,12 @@ bool any(const Needed& needed) { return needed[0] || needed[1] || needed[2]; }
 // From the gradient of the projected rows (B,n,H), by torch's products as in plain code.
 Grads through_projection(const Inputs& in, const Tensor& grad, const Tensor& rows,
                          const MaybeTensor& weight, const Needed& needed) {
-  const auto none = [&] { return in.new_tensor({0}, in.dtype); };
-  if (!weight.has_value()) return {grad, none(), none()};
-  return {
-      needed[0] ? times(grad, *weight) : none(), needed[1] ? sum_of_products(grad, rows) : none(),
-      needed[2] ? torch::stable::sum(grad, std::vector<int64_t>{0, 1}, false, in.dtype) : none()};
+  Grads grads{grad, in.none(), in.none()};
+  if (!weight.has_value()) return grads;
+  grads.rows = needed[0] ? times(grad, *weight) : in.none();
+  if (needed[1]) grads.weight = sum_of_products(grad, rows);
+  if (needed[2]) grads.bias = torch::stable::sum(grad, std::vector<int64_t>{0, 1}, false, in.dtype);
+  return grads;
 }
 
 // The products with the values are torch's, in the dtype of the inputs, as in plain code.
@@ -145,15 +145,7 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
     in_several(in, g, values, grad_context, &grad_values);
   const Grads q = through_projection(in, grad_q, queries, w_q, q_needs);
   const Grads k = through_projection(in, grad_k, keys, w_k, k_needs);
-  return {q.rows,
-          k.rows,
-          grad_values,
-          grad_w,
-          q.weight,
-          k.weight,
-          k.bias,
-          in.new_tensor({0}, in.dtype),
-          in.new_tensor({0}, in.dtype)};
+  return {q.rows, k.rows, grad_values, grad_w, q.weight, k.weight, k.bias, in.none(), in.none()};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {

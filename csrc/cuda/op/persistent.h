@@ -36,7 +36,8 @@ struct Decode {
     if (all.plan.groups == 0) throw std::runtime_error(why_no_plan(d, device.multiprocessors));
     const int64_t counters = all.plan.groups * kCounterStride * int64_t(sizeof(unsigned));
     all.arrived = static_cast<unsigned*>(memory(counters));
-    fill_zero(all.arrived, counters, device.stream);
+    const auto stream = static_cast<cudaStream_t>(device.stream);
+    check_cuda(cudaMemsetAsync(all.arrived, 0, counters, stream), "cudaMemsetAsync");
     Launch at{d.backward ? "persistent_backward" : "persistent_forward",
               int64_t(all.plan.groups) * all.plan.blocks, kPersistentThreads, all.plan.bytes,
               device.stream};
