@@ -35,10 +35,6 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
 
   // ---- keys ----
 
-  static __device__ __forceinline__ Bytes16 bytes_at(const T* x) {
-    return *reinterpret_cast<const Bytes16*>(x);
-  }
-
   // The lane's score of the keys of a stage (warp_sums). In 16 bits from the sum of w / d (tanh.h).
   template <bool exponentials>
   __device__ __forceinline__ float score(const T* keys_of_stage) const {

@@ -26,6 +26,9 @@ __device__ __forceinline__ void unrolled(const F& f) {
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
+__device__ __forceinline__ Bytes16 bytes_at(const void* aligned) {
+  return *static_cast<const Bytes16*>(aligned);
+}
 
 // Relative error 2^-22; 0 and infinity past the range.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -237,7 +240,7 @@ __device__ __forceinline__ bool any_lane(bool x) {
 
 // Four neighbours, 16 bytes of aligned memory.
 __device__ __forceinline__ void load_four(const float* from, float* x) {
-  const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(from);
+  const Bytes16 bytes = bytes_at(from);
   unrolled<4>([&](int k) { x[k] = from_bits(bytes.word[k]); });
 }
 __device__ __forceinline__ void store_four(const float* x, float* to) {

@@ -45,9 +45,6 @@ struct PersistentBlock {
         group{all.arrived + group_index * kCounterStride, unsigned(plan.blocks)} {}
 
   static __device__ const T* in(const void* x) { return static_cast<const T*>(x); }
-  static __device__ __forceinline__ Bytes16 bytes_at(const T* x) {
-    return *reinterpret_cast<const Bytes16*>(x);
-  }
   __device__ float* floats_at(int offset) const {
     return reinterpret_cast<float*>(shared + offset);
   }

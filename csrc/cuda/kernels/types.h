@@ -167,7 +167,11 @@ struct Kernels {
   const char* (*why_not)() = nullptr;
 };
 
-// One table per storage type, each compiled in a file of its own.
+// One table per storage type, compiled in a file per type.
 extern const Kernels kernels_f32, kernels_bf16, kernels_f16;
+
+// Why all steps of such a decoder are not one launch on the current GPU, in 16 bits; null if they
+// can be (op/decoder.cpp). Of V tokens at most T steps are written.
+const char* why_not_decode(const Decoder& d);
 
 }  // namespace bahdanau_fast::gpu

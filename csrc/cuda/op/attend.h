@@ -36,12 +36,11 @@ LAB_CONSTEXPR int64_t kMostSplits = 256, kMostScores = 4096, kMostInTurn = 128,
 template <class T>
 struct Attend {
   // The kernels for one query, for four at a time, and the plain one, for rows of any alignment.
-  template <class P>
-  using Entries = void (*const[3])(P);
-  static constexpr Entries<Backward> all_grad_values = {
+  using Entries = void (*const[3])(Backward);
+  static constexpr Entries all_grad_values = {
       gpu::grad_values<T, 1, true>, gpu::grad_values<T, 4, true>, gpu::grad_values<T, 4, false>};
-  static constexpr Entries<Backward> all_grad_keys = {
-      gpu::grad_keys<T, 1, true>, gpu::grad_keys<T, 4, true>, gpu::grad_keys<T, 4, false>};
+  static constexpr Entries all_grad_keys = {gpu::grad_keys<T, 1, true>, gpu::grad_keys<T, 4, true>,
+                                            gpu::grad_keys<T, 4, false>};
   static int entry_of(const Problem& p, bool vectors) { return !vectors ? 2 : p.Tq == 1 ? 0 : 1; }
   static int queries_of(int entry) { return entry == 0 ? 1 : 4; }
 

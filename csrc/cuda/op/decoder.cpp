@@ -5,7 +5,6 @@
 #include <tuple>
 #include <vector>
 
-#include "decoder.h"
 #include "inputs.h"
 #include "products.h"
 
@@ -241,13 +240,10 @@ STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
 
 }  // namespace
 
-const char* why_not_decode(bool lstm, bool backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv,
-                           int64_t H, int64_t V, int64_t T) {
-  Decoder d;
-  d.lstm = lstm, d.backward = backward, d.H = H, d.V = V, d.T = T;
-  d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
-  if (V * d.gates() * H * 2 > kMostWritten) return "the gates of every token take too much memory";
-  if (V > 0 && T > kMostWritten / 4 / (B * Tk))
+const char* why_not_decode(const Decoder& d) {
+  if (d.V * d.gates() * d.H * 2 > kMostWritten)
+    return "the gates of every token take too much memory";
+  if (d.V > 0 && d.T > kMostWritten / 4 / (d.p.B * d.p.Tk))
     return "weights of so many steps take too much memory";
   int device = 0;
   STD_TORCH_CHECK(cudaGetDevice(&device) == cudaSuccess, "there is no current CUDA device");

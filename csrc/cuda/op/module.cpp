@@ -5,7 +5,6 @@
 #include <exception>
 
 #include "cuda/kernels/types.h"
-#include "decoder.h"
 
 namespace {
 
@@ -30,9 +29,11 @@ PyObject* why_not_decode(PyObject*, PyObject* args) {
   long long B = 0, Tk = 0, F = 0, Dv = 0, H = 0, V = 0, T = 0;
   if (!PyArg_ParseTuple(args, "ppLLLLLLL", &lstm, &backward, &B, &Tk, &F, &Dv, &H, &V, &T))
     return nullptr;
+  bahdanau_fast::gpu::Decoder d;
+  d.lstm = lstm != 0, d.backward = backward != 0, d.H = H, d.V = V, d.T = T;
+  d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
   try {
-    return reason(
-        bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H, V, T));
+    return reason(bahdanau_fast::gpu::why_not_decode(d));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
