@@ -60,22 +60,22 @@ VECTORS, SHARING = "decoder step, whole vectors", "a cluster shares W_q"
 # before it, the words of source and PTX) or, where there is a third word, becomes that; and where
 # it shows.
 MISTAKES = {
-    "before queries are read": (BLOCK, "mine.sums[warp] = sum_w;", SYNC, STEP),
+    "before queries are read": (BLOCK, "smem.sums[warp] = sum_w;", SYNC, STEP),
     "the wait for a stage": (DECODE, "for (int t = 0, slot = 0;", WAIT, VECTORS),
-    "before parts lie where rings were": (DECODE, "void lay_down(", SYNC, STEP),
-    "before warps meet": (DECODE, "const auto of_block", SYNC, STEP),
-    "of a cluster, before splits meet": (DECODE, "const auto of_block", CLUSTER, EIGHT),
+    "before parts lie where rings were": (DECODE, "void store_partials(", SYNC, STEP),
+    "before warps meet": (DECODE, "const auto remote", SYNC, STEP),
+    "of a cluster, before splits meet": (DECODE, "const auto remote", CLUSTER, EIGHT),
     "of a cluster, a relaxed barrier before splits meet": (
-        DECODE, "const auto of_block", ("cluster_b", RELEASE, RELAXED), EIGHT,
+        DECODE, "const auto remote", ("cluster_b", RELEASE, RELAXED), EIGHT,
     ),
     "of a cluster, after splits met": (DECODE, "relaxed_cluster_b", CLUSTER, EIGHT),
     "between parts and a context": (COMBINE, "store_four(context, parts", SYNC, APART),
-    "before values are met": (BACKWARD, "mine.weights[at] = x;", SYNC, STEP),
+    "before values are met": (BACKWARD, "smem.weights[index] = x;", SYNC, STEP),
     "before moments": (BACKWARD, "void sum_moments() {", SYNC, STEP),
-    "between parts and sums": (KEYS, "this->meet_keys(i0, c0);", SYNC, LARGEST),
+    "between parts and sums": (KEYS, "add_keys(i0, c0);", SYNC, LARGEST),
     "after scores are loaded": (KEYS, "load_scores(i0);", SYNC, LARGEST),
     "of a cluster, before it shares": (BLOCK, "const T* w_q = static_cast", CLUSTER, SHARING),
-    "of a cluster, after it shared": (BLOCK, "*in_block(mine.queries", CLUSTER, SHARING),
+    "of a cluster, after it shared": (BLOCK, "*in_block(smem.queries", CLUSTER, SHARING),
     "a stage is read too early": (
         DECODE, "wait_for_copies<kStages - 1>();",
         ("wait_for", "cp.async.wait_group 1", "cp.async.wait_group 2"), VECTORS,
@@ -84,7 +84,7 @@ MISTAKES = {
 # Mistakes that change the result.
 FORGOTTEN = {
     "splits of other blocks": (
-        DECODE, "const auto of_block", ("first + m", "add.s32", "min.s32"), EIGHT,
+        DECODE, "const auto remote", ("first + m", "add.s32", "min.s32"), EIGHT,
     ),
     "splits of a turn": (COMBINE, "context[u] += run[u];", ("+=", "add.f32", "max.f32"), APART),
 }  # fmt: skip

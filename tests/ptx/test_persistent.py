@@ -160,7 +160,7 @@ MISTAKES = {
     "no barrier past the queries": (FORWARD, "add_inputs(t);", WAIT),
     "no barrier past the contexts": (FORWARD, "attend(t, s);", WAIT),
     "no barrier past the states": (FORWARD, "if (t + 1 == f.T && !greedy()) break;", WAIT),
-    "no barriers backward": (BACKWARD, "void meet() {", WAIT),
+    "no barriers backward": ("device.h", "void sync() {", ("wait();", "bra")),
     "a counter that releases nothing": (
         "device.h", "all += blocks;", ("red.release", ARRIVE, ARRIVE.replace("release", "relaxed")),
     ),
@@ -168,7 +168,7 @@ MISTAKES = {
         "device.h", "unsigned now = 0;",
         ("ld.acquire", ACQUIRE, ACQUIRE.replace("acquire", "relaxed")),
     ),
-    "a block that does not meet its own": ("device.h", "void arrive() {", SYNC),
+    "a block that does not wait for its warps": ("device.h", "void arrive() {", SYNC),
     "a stale copy in the L1": (
         "device.h", "Bytes16 load16_of_others(", ("__ldcg", "ld.global.cg", "ld.global.nc"),
     ),

@@ -18,29 +18,20 @@ constexpr int kDecodeThreads = 256, kDecodeWarps = kDecodeThreads / kWarp;
 // turns of a loop their sum goes to another one.
 constexpr int kRun = 16;
 
-// Gradients through the tanh for a block's part of the keys of a row. Its warps take keys in turn;
-// lanes hold neighbouring hidden units, 16 bytes at a time.
-template <class T, int QT, bool vectors>
-struct KeysTask {
+// A part of the keys of a batch row, which is what a block has. Its warps take keys in turn; lanes
+// hold neighbouring columns, 16 bytes at a time.
+template <class T, bool vectors>
+struct KeysBlock {
   static constexpr int U = kVector<T>, columns = kWarp * U;
-  static constexpr int KU = QT == 1 ? 3 : 2;  // keys of a warp at a time, as registers allow
+  const Backward& g;
   const Problem& p;
-  const View grad_keys;
-  const int64_t split;
-  const float* scores = nullptr;  // (QT,split): s, zero past the last query and for masked keys
-  float* parts = nullptr;         // (8,QT + 1,columns): of warps
-  float* onto = nullptr;          // (split,columns): gradients of keys by the queries before
-  int64_t b, j0, n, used = 0;     // keys and values from `used` on may be anything
-  int lane, warp;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t b = blockIdx.x / g.splits, j0 = blockIdx.x % g.splits * g.split;
+  const int64_t n = larger(0, smaller(g.split, p.Tk - j0));
+  int64_t valid = 0;  // keys and values from here on may be anything
 
-  __device__ KeysTask(const Problem& problem, void* grads, int64_t splits, int64_t keys)
-      : p(problem), grad_keys{grads, p.Tk * p.H, p.H}, split(keys) {
-    lane = threadIdx.x % kWarp;
-    warp = threadIdx.x / kWarp;
-    b = blockIdx.x / splits;
-    j0 = blockIdx.x % splits * split;
-    n = larger(0, smaller(split, p.Tk - j0));
-    for (int64_t i = 0; i < p.Tq; ++i) used = larger(used, count(i));
+  __device__ explicit KeysBlock(const Backward& all) : g(all), p(all.p) {
+    for (int64_t i = 0; i < p.Tq; ++i) valid = larger(valid, count(i));
   }
 
   // How many of the block's keys query i has.
@@ -48,100 +39,20 @@ struct KeysTask {
     return larger(0, smaller(n, key_count(p, b, i) - j0));
   }
 
-  // Part of row j of the keys or values. From `used` on it is the last used row instead, whose
+  // Part of row j of the keys or values. From `valid` on it is the last valid row instead, whose
   // result is multiplied by zero.
-  __device__ __forceinline__ void load_used(const View& view, int64_t j, int64_t c, int64_t end,
-                                            float* out) const {
-    if (used > 0) {
-      load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, used - 1)), c, end, out);
+  __device__ __forceinline__ void load_valid(const View& view, int64_t j, int64_t c, int64_t end,
+                                             float* out) const {
+    if (valid > 0) {
+      load_units<T, vectors>(row_at<T>(view, b, j0 + smaller(j, valid - 1)), c, end, out);
     } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u) out[u] = 0;
+      unrolled<U>([&](int u) { out[u] = 0; });
     }
   }
 
-  __device__ T* row_of(const View& out, int64_t j) const {
-    return const_cast<T*>(row_at<T>(out, b, j));
-  }
-
-  // Queries [i0, i0 + QT) and hidden units [c0, c0 + columns): gradients of keys, and into `parts`
-  // the sums over the keys of each warp, of s u and of s t.
-  __device__ void meet_keys(int64_t i0, int64_t c0) {
-    const int64_t c = c0 + lane * U, run = kRun * kDecodeWarps * KU;
-    float query[QT][U], w[U];
-    if (c < p.H) {
-#pragma unroll
-      for (int q = 0; q < QT; ++q)
-        load_units<T, vectors>(row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1)), c, p.H,
-                               query[q]);
-      load_units<T, vectors>(static_cast<const T*>(p.w), c, p.H, w);
-    }
-    float* part = parts + warp * (QT + 1) * columns + lane * U;
-#pragma unroll 1
-    for (int64_t from = 0; from == 0 || from < n; from += run) {
-      float sums[QT + 1][U] = {};
-      if (c < p.H) meet_run(i0, c, from, smaller(n, from + run), query, w, sums);
-#pragma unroll
-      for (int q = 0; q <= QT; ++q)
-#pragma unroll
-        for (int u = 0; u < U; ++u)
-          part[q * columns + u] = from == 0 ? sums[q][u] : part[q * columns + u] + sums[q][u];
-    }
-  }
-
-  // The same of the warp's keys in [from, end), into registers: of each query, and of w.
-  __device__ __forceinline__ void meet_run(int64_t i0, int64_t c, int64_t from, int64_t end,
-                                           const float (&query)[QT][U], const float (&w)[U],
-                                           float (&sums)[QT + 1][U]) const {
-    for (int64_t first = from + warp * KU; first < end; first += kDecodeWarps * KU) {
-      float key[KU][U];
-#pragma unroll
-      for (int k = 0; k < KU; ++k) load_used(p.keys, first + k, c, p.H, key[k]);
-#pragma unroll
-      for (int k = 0; k < KU; ++k) {
-        if (first + k >= n) continue;
-        float grad[U] = {};
-#pragma unroll
-        for (int q = 0; q < QT; ++q) {
-          const float s = scores[q * split + first + k];
-#pragma unroll
-          for (int u = 0; u < U; u += 4) {
-            float x[4], t[4], slope[4];
-#pragma unroll
-            for (int y = 0; y < 4; ++y) x[y] = query[q][u + y] + key[k][u + y];
-            four_tanh_of<T>(x, t, slope);
-#pragma unroll
-            for (int y = 0; y < 4; ++y) {
-              const float su = s * slope[y];
-              sums[QT][u + y] += s * t[y];
-              sums[q][u + y] += su;
-              grad[u + y] += su;
-            }
-          }
-        }
-        if (grad_keys.data != nullptr) store_key(i0, first + k, c, w, grad);
-      }
-    }
-  }
-
-  // Adds to the gradient of a key; stores it when no more queries follow.
-  __device__ __forceinline__ void store_key(int64_t i0, int64_t j, int64_t c, const float* w,
-                                            float* grad) const {
-    const int64_t at = j * columns + lane * U;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (i0 > 0) grad[u] += onto[at + u];
-      if (i0 + QT < p.Tq) onto[at + u] = grad[u];
-      grad[u] *= w[u];
-    }
-    if (i0 + QT >= p.Tq) store_units<T, vectors>(grad, row_of(grad_keys, j0 + j), c, p.H);
-  }
-
-  // The sum over the warps of number `at` of a part.
-  __device__ float sum_of_parts(int at) const {
-    float sum = 0;
-    for (int k = 0; k < kDecodeWarps; ++k) sum += parts[k * (QT + 1) * columns + at];
-    return sum;
+  // Row j of a contiguous result.
+  __device__ T* row_of(void* out, int64_t j, int64_t width) const {
+    return static_cast<T*>(out) + (b * p.Tk + j0 + j) * width;
   }
 };
 
@@ -149,21 +60,11 @@ struct KeysTask {
 
 constexpr int kRowThreads = 1024;  // at most
 
-struct GradRows {
-  Problem p;
-  const void* weights = nullptr;   // (B,Tq,Tk) of fp32, or `narrow` of T
-  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
-  View grad_weights;               // (B,Tq,Tk) as the weights; data may be null
-  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
-  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
-  bool narrow = false;
-};
-
 // The saved weights are rounded. Dividing them by their sum makes them add up to one again, and a
 // row of score gradients to zero, which the gradients of queries and w rely on. Both sums, and the
 // mean, to twice the precision for that reason.
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
+__global__ void __launch_bounds__(kRowThreads) grad_rows(const Backward g) {
   Carver from{shared_memory()};
   Sum* scratch = from.take<Sum>(kRowThreads / kWarp);
   const Problem& p = g.p;
@@ -174,7 +75,9 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
   const auto grad_weight = [&](int64_t j) {
     float x =
         g.products == nullptr ? 0.0f : widen(products[row * p.Tk + j]) * dropout.factor(row, j);
-    return g.grad_weights.data == nullptr ? x : x + given_at<T>(g.grad_weights, g.narrow, b, i, j);
+    return g.grad_weights.data == nullptr
+               ? x
+               : x + grad_weight_at<T>(g.grad_weights, g.narrow, b, i, j);
   };
   if (g.dropped != nullptr)
     for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
@@ -195,55 +98,39 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const GradRows g) {
 
 // ---- and through the tanh, part by part of the keys ----
 
-struct GradKeys {
-  Problem p;
-  int64_t splits = 1, split = 1;
-  const void* grad_scores = nullptr;  // (B,Tq,Tk) of fp32; with moments, of weights
-  void* grad_keys = nullptr;          // (B,Tk,H) of T; null: not wanted, here and below
-  void* queries_parts = nullptr;      // (splits,B,Tq,H) of fp32
-  void* w_parts = nullptr;            // (splits,B,H) of fp32
-  // To go through the softmax first:
-  const void* moments = nullptr;  // (B,Tq,splits,2) of Sum (decode_backward.h)
-  const void* weights = nullptr;  // (B,Tq,Tk) of fp32, or `narrow` of T
-  bool narrow = false;
-};
-
-template <class T, int QT>
+// Shared memory for QT queries: s (QT,split), zero past the last query and for masked keys; sums of
+// the warps (8,QT + 1,columns); gradients of keys by the queries before (split,columns).
+template <class T>
 struct GradKeysShared {
-  float *scores, *parts, *onto;
+  float *scores, *sums, *grads;
   int64_t bytes;
 
-  __host__ __device__ GradKeysShared(char* base, const Problem& p, int64_t split) {
+  __host__ __device__ GradKeysShared(char* base, const Backward& g, int64_t QT) {
     constexpr int64_t columns = kWarp * kVector<T>;
     Carver from{base};
-    scores = from.take<float>(QT * split);
-    parts = from.take<float>(kDecodeWarps * (QT + 1) * columns);
-    onto = from.take<float>(p.Tq > QT ? split * columns : 0);
+    scores = from.take<float>(QT * g.split);
+    sums = from.take<float>(kDecodeWarps * (QT + 1) * columns);
+    grads = from.take<float>(g.p.Tq > QT ? g.split * columns : 0);
     bytes = from.used;
   }
 };
 
 template <class T, int QT, bool vectors>
-struct GradKeysTask : KeysTask<T, QT, vectors> {
-  using Base = KeysTask<T, QT, vectors>;
-  using Base::b, Base::columns, Base::j0, Base::lane, Base::n, Base::p, Base::warp;
-  const GradKeys& g;
-  const GradKeysShared<T, QT> mine;
+struct GradKeysTask : KeysBlock<T, vectors> {
+  using Base = KeysBlock<T, vectors>;
+  using Base::b, Base::columns, Base::g, Base::j0, Base::lane, Base::n, Base::p, Base::U,
+      Base::warp;
+  static constexpr int KU = QT == 1 ? 3 : 2;  // keys of a warp at a time, as registers allow
+  const GradKeysShared<T> smem;
 
-  __device__ explicit GradKeysTask(const GradKeys& all)
-      : Base(all.p, all.grad_keys, all.splits, all.split),
-        g(all),
-        mine(shared_memory(), p, all.split) {
-    this->scores = mine.scores;
-    this->parts = mine.parts;
-    this->onto = mine.onto;
-  }
+  __device__ explicit GradKeysTask(const Backward& all)
+      : Base(all), smem(shared_memory(), all, QT) {}
 
   // The gradients of the scores of queries [i0, i0 + QT). A warp has one of them.
   __device__ void load_scores(int64_t i0) {
     const int64_t q = warp % QT, i = i0 + q, row = b * p.Tq + i, first = row * p.Tk + j0;
-    const bool there = i < p.Tq, through_softmax = there && g.moments != nullptr;
-    const int64_t keys = through_softmax ? this->count(i) : there ? n : 0;
+    const bool in_bounds = i < p.Tq, through_softmax = in_bounds && g.moments != nullptr;
+    const int64_t keys = through_softmax ? this->count(i) : in_bounds ? n : 0;
     Sum total, mean;
     if (through_softmax) {
       const Sum* moments = static_cast<const Sum*>(g.moments) + 2 * row * g.splits;
@@ -258,17 +145,87 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
       float x = j < keys ? static_cast<const float*>(g.grad_scores)[first + j] : 0.0f;
       if (through_softmax && j < keys)
         x = weigh_difference(weight_at<T>(g.weights, g.narrow, first + j) / total.high, x, mean);
-      mine.scores[q * g.split + j] = x;
+      smem.scores[q * g.split + j] = x;
     }
+  }
+
+  // Queries [i0, i0 + QT) and hidden units [c0, c0 + columns): gradients of keys, and into shared
+  // memory the sums over the keys of each warp, of s u and of s t.
+  __device__ void add_keys(int64_t i0, int64_t c0) {
+    const int64_t c = c0 + lane * U, run = kRun * kDecodeWarps * KU;
+    float query[QT][U], w[U];
+    if (c < p.H) {
+      unrolled<QT>([&](int q) {
+        load_units<T, vectors>(row_at<T>(p.queries, b, smaller(i0 + q, p.Tq - 1)), c, p.H,
+                               query[q]);
+      });
+      load_units<T, vectors>(static_cast<const T*>(p.w), c, p.H, w);
+    }
+    float* warp_sums = smem.sums + warp * (QT + 1) * columns + lane * U;
+#pragma unroll 1
+    for (int64_t from = 0; from == 0 || from < n; from += run) {
+      float sums[QT + 1][U] = {};
+      if (c < p.H) add_run(i0, c, from, smaller(n, from + run), query, w, sums);
+#pragma unroll
+      for (int q = 0; q <= QT; ++q)
+        unrolled<U>([&](int u) {
+          warp_sums[q * columns + u] =
+              from == 0 ? sums[q][u] : warp_sums[q * columns + u] + sums[q][u];
+        });
+    }
+  }
+
+  // The same of the warp's keys in [from, end), into registers: of each query, and of w.
+  __device__ __forceinline__ void add_run(int64_t i0, int64_t c, int64_t from, int64_t end,
+                                          const float (&query)[QT][U], const float (&w)[U],
+                                          float (&sums)[QT + 1][U]) const {
+    for (int64_t first = from + warp * KU; first < end; first += kDecodeWarps * KU) {
+      float key[KU][U];
+      unrolled<KU>([&](int k) { this->load_valid(p.keys, first + k, c, p.H, key[k]); });
+#pragma unroll
+      for (int k = 0; k < KU; ++k) {
+        if (first + k >= n) continue;
+        float grad[U] = {};
+        unrolled<QT>([&](int q) {
+          const float s = smem.scores[q * g.split + first + k];
+#pragma unroll
+          for (int u = 0; u < U; u += 4) {
+            float x[4], t[4], slope[4];
+            unrolled<4>([&](int y) { x[y] = query[q][u + y] + key[k][u + y]; });
+            four_tanh_of<T>(x, t, slope);
+            unrolled<4>([&](int y) {
+              const float su = s * slope[y];
+              sums[QT][u + y] += s * t[y];
+              sums[q][u + y] += su;
+              grad[u + y] += su;
+            });
+          }
+        });
+        if (g.grad_keys != nullptr) store_key(i0, first + k, c, w, grad);
+      }
+    }
+  }
+
+  // Adds to the gradient of a key; stores it when no more queries follow.
+  __device__ __forceinline__ void store_key(int64_t i0, int64_t j, int64_t c, const float* w,
+                                            float* grad) const {
+    float* const grads = smem.grads + j * columns + lane * U;
+    unrolled<U>([&](int u) {
+      if (i0 > 0) grad[u] += grads[u];
+      if (i0 + QT < p.Tq) grads[u] = grad[u];
+      grad[u] *= w[u];
+    });
+    if (i0 + QT >= p.Tq) store_units<T, vectors>(grad, this->row_of(g.grad_keys, j, p.H), c, p.H);
   }
 
   __device__ void store_sums(int64_t i0, int64_t c0) {
     const int64_t row = blockIdx.x % g.splits * p.B + b;
-    for (int at = threadIdx.x; at < (QT + 1) * columns; at += kDecodeThreads) {
-      const int64_t i = i0 + at / columns, h = c0 + at % columns;
+    for (int index = threadIdx.x; index < (QT + 1) * columns; index += kDecodeThreads) {
+      const int64_t i = i0 + index / columns, h = c0 + index % columns;
       if (h >= p.H) continue;
-      const float sum = this->sum_of_parts(at);
-      if (at >= QT * columns) {
+      float sum = 0;
+      for (int k = 0; k < kDecodeWarps; ++k) sum += smem.sums[k * (QT + 1) * columns + index];
+      if (index >= QT * columns) {
         float* out = static_cast<float*>(g.w_parts) + row * p.H + h;
         if (g.w_parts != nullptr) *out = i0 == 0 ? sum : *out + sum;
       } else if (i < p.Tq && g.queries_parts != nullptr) {
@@ -283,7 +240,7 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
       for (int64_t i0 = 0; i0 < p.Tq; i0 += QT) {
         if (c0 == 0 || p.Tq > QT) load_scores(i0);
         __syncthreads();
-        this->meet_keys(i0, c0);
+        add_keys(i0, c0);
         __syncthreads();
         store_sums(i0, c0);
       }
@@ -291,7 +248,7 @@ struct GradKeysTask : KeysTask<T, QT, vectors> {
 };
 
 template <class T, int QT, bool vectors>
-__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1) grad_keys(const GradKeys g) {
+__global__ void __launch_bounds__(kDecodeThreads, QT == 1 ? 2 : 1) grad_keys(const Backward g) {
   GradKeysTask<T, QT, vectors>(g).run();
 }
 
@@ -310,46 +267,40 @@ struct SumParts {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kSumThreads) sum_parts(const SumParts g) {
+__global__ void __launch_bounds__(kSumThreads) sum_parts(const SumParts all) {
   Carver from{shared_memory()};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   float* sums = from.take<float>(warps * kSumColumns);
-  const int64_t of_w = ceil_div(g.w.columns, kSumColumns), block = blockIdx.x;
-  const bool is_w = block < of_w;
-  const int64_t rows = is_w ? g.w.rows : g.queries.rows,
-                c0 = (is_w ? block : block - of_w) * kSumColumns;
-  const int64_t columns = is_w ? g.w.columns : g.queries.columns;
-  const float* parts = static_cast<const float*>(is_w ? g.w.parts : g.queries.parts);
+  const int64_t w_blocks = ceil_div(all.w.columns, kSumColumns), block = blockIdx.x;
+  const bool is_w = block < w_blocks;
+  const Parts g = is_w ? all.w : all.queries;
+  const int64_t c0 = (is_w ? block : block - w_blocks) * kSumColumns;
+  const float* parts = static_cast<const float*>(g.parts);
   constexpr int W = 4;  // rows whose loads are in flight
   float sum[4] = {};
 #pragma unroll 1
-  for (int64_t from = warp; from < rows; from += kRun * W * warps) {
-    float of_run[4] = {};
+  for (int64_t from = warp; from < g.rows; from += kRun * W * warps) {
+    const int64_t end = smaller(g.rows, from + kRun * W * warps);
+    float run_sum[4] = {};
 #pragma unroll 1
-    for (int64_t first = from; first < smaller(rows, from + kRun * W * warps); first += W * warps) {
+    for (int64_t first = from; first < end; first += W * warps) {
       float part[W][4];
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-          part[k][u] = parts[smaller(first + k * warps, rows - 1) * columns +
-                             smaller(c0 + u * kWarp + lane, columns - 1)];
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-#pragma unroll
-        for (int u = 0; u < 4; ++u) of_run[u] += first + k * warps < rows ? part[k][u] : 0.0f;
+      unrolled<W, 4>([&](int k, int u) {
+        part[k][u] = parts[smaller(first + k * warps, g.rows - 1) * g.columns +
+                           smaller(c0 + u * kWarp + lane, g.columns - 1)];
+      });
+      unrolled<W, 4>(
+          [&](int k, int u) { run_sum[u] += first + k * warps < g.rows ? part[k][u] : 0.0f; });
     }
-#pragma unroll
-    for (int u = 0; u < 4; ++u) sum[u] += of_run[u];
+    unrolled<4>([&](int u) { sum[u] += run_sum[u]; });
   }
-#pragma unroll
-  for (int u = 0; u < 4; ++u) sums[warp * kSumColumns + u * kWarp + lane] = sum[u];
+  unrolled<4>([&](int u) { sums[warp * kSumColumns + u * kWarp + lane] = sum[u]; });
   __syncthreads();
   const int64_t c = c0 + threadIdx.x;
-  if (threadIdx.x >= kSumColumns || c >= columns) return;
+  if (threadIdx.x >= kSumColumns || c >= g.columns) return;
   float total = 0;
   for (int k = 0; k < warps; ++k) total += sums[k * kSumColumns + threadIdx.x];
-  narrow(total, static_cast<T*>(is_w ? g.w.sums : g.queries.sums) + c);
+  narrow(total, static_cast<T*>(g.sums) + c);
 }
 
 }  // namespace bahdanau_fast::gpu

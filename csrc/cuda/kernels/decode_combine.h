@@ -51,21 +51,17 @@ __global__ void __launch_bounds__(kCombineThreads, 2) combine_splits(const Decod
 #pragma unroll 1
     for (int64_t first = warp; first < splits; first += W * warps) {
       float part[W][4], tops[W], run[4] = {};
-#pragma unroll
-      for (int k = 0; k < W; ++k) {  // past the last, the first of them
+      unrolled<W>([&](int k) {  // past the last, the first of them
         const int64_t s = first + k * warps < splits ? first + k * warps : first;
         load_four(contexts + s * d.width, part[k]);
         tops[k] = maxima[s];
-      }
-#pragma unroll
-      for (int k = 0; k < W; ++k) {
+      });
+      unrolled<W>([&](int k) {
         const float factor = exp_of<T>(tops[k] - best);
-#pragma unroll
-        for (int u = 0; u < 4; ++u)
-          run[u] += first + k * warps < splits ? factor * part[k][u] : 0.0f;
-      }
-#pragma unroll
-      for (int u = 0; u < 4; ++u) context[u] += run[u];
+        unrolled<4>(
+            [&](int u) { run[u] += first + k * warps < splits ? factor * part[k][u] : 0.0f; });
+      });
+      unrolled<4>([&](int u) { context[u] += run[u]; });
     }
   }
   store_four(context, parts + warp * kCombineColumns + 4 * lane);
@@ -81,12 +77,11 @@ __global__ void __launch_bounds__(kCombineThreads, 2) combine_splits(const Decod
   const int64_t step = blocks * kCombineThreads, end = (row + 1) * p.Tk;
   for (int64_t at = row * p.Tk + block * kCombineThreads + threadIdx.x; at < end; at += W * step) {
     float scores[W];
-#pragma unroll
-    for (int k = 0; k < W; ++k) scores[k] = of_all[at + k * step < end ? at + k * step : at];
-#pragma unroll
-    for (int k = 0; k < W; ++k)
+    unrolled<W>([&](int k) { scores[k] = of_all[at + k * step < end ? at + k * step : at]; });
+    unrolled<W>([&](int k) {
       if (at + k * step < end)
         store_weight<T>(d, over<T>(exp_of<T>(scores[k] - best), total), at + k * step);
+    });
   }
 }
 

@@ -12,9 +12,23 @@ namespace bahdanau_fast::gpu {
 
 constexpr int kWarp = 32;
 
+// f(0), ..., f(N - 1) without a loop; of two sizes f(0, 0), f(0, 1), ..., f(M - 1, N - 1).
+template <int N, class F>
+__device__ __forceinline__ void unrolled(const F& f) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) f(k);
+}
+template <int M, int N, class F>
+__device__ __forceinline__ void unrolled(const F& f) {
+  unrolled<M>([&](int m) { unrolled<N>([&](int n) { f(m, n); }); });
+}
+
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
+__device__ __forceinline__ Bytes16 bytes_at(const void* aligned) {
+  return *static_cast<const Bytes16*>(aligned);
+}
 
 // Relative error 2^-22; 0 and infinity past the range.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -39,13 +53,7 @@ __device__ __forceinline__ void narrow(float x, f16* out) {
 __device__ __forceinline__ void narrow(float x, bf16* out) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out->bits) : "f"(x));
 }
-// NaN when x is.
-__device__ __forceinline__ float clamp(float x, float limit) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
-  return y;
-}
+// NaN when an argument is.
 __device__ __forceinline__ float larger_or_nan(float x, float y) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(y));
   return y;
@@ -54,6 +62,9 @@ __device__ __forceinline__ float at_most(float x, float limit) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
   return y;
+}
+__device__ __forceinline__ float clamp(float x, float limit) {
+  return larger_or_nan(at_most(x, limit), -limit);
 }
 __device__ __forceinline__ float from_bits(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t to_bits(float x) { return __float_as_uint(x); }
@@ -64,7 +75,7 @@ template <class T>
 __device__ __forceinline__ T read_only(const T* p) {
   return {__ldg(&p->bits)};
 }
-// 16 bytes of that; p is a multiple of 16.
+// 16 bytes of it; p is a multiple of 16.
 __device__ __forceinline__ Bytes16 load16(const void* p) {
   const uint4 x = __ldg(static_cast<const uint4*>(p));
   return {{x.x, x.y, x.z, x.w}};
@@ -80,10 +91,9 @@ __device__ __forceinline__ uint64_t load_of_others(const unsigned long long* p) 
   return __ldcg(p);
 }
 
-// Blocks of a launch that are all resident meet at a counter, zero before the launch: what a block
-// wrote before arrive() can be read past the wait() of any. Between the two it may do what is its
-// own.
-struct Meeting {
+// Blocks of a launch that are all resident wait for one another at a counter, zero before the
+// launch: what a block wrote before arrive() can be read past the wait() of any.
+struct GroupBarrier {
   unsigned* arrived;
   unsigned blocks, all = 0;
 
@@ -101,6 +111,10 @@ struct Meeting {
       } while (int(now - all) < 0);
     }
     __syncthreads();
+  }
+  __device__ void sync() {
+    arrive();
+    wait();
   }
 };
 
@@ -133,7 +147,7 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until the thread's own copies are there, but for its last `groups` groups.
+// Waits for the thread's copies, but for its last `groups` groups.
 template <int groups>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
@@ -144,50 +158,44 @@ __device__ __forceinline__ char* shared_memory() {
   return bahdanau_fast_shared;
 }
 
-// Clusters of blocks, from 9.0 on. Before, each block is a cluster of its own.
-__device__ __forceinline__ int cluster_size() {
-  int size = 1;
+// Clusters of blocks, from 9.0 on; before, a block is a cluster by itself. What any block of it
+// wrote to shared memory before cluster_barrier() can be read after it; past
+// relaxed_cluster_barrier() nothing in memory is ordered, so no store under way is waited for.
+// in_block(x, rank) is the address of x in the shared memory of that block, valid from the first
+// cluster_barrier() until it ends.
 #if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_size() {
+  int size;
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-#endif
   return size;
 }
 __device__ __forceinline__ int cluster_rank() {
-  int rank = 0;
-#if __CUDA_ARCH__ >= 900
+  int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
   return rank;
 }
-// What any block of the cluster wrote to shared memory before it can be read after it.
 __device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-#else
-  __syncthreads();
-#endif
 }
-// Blocks wait for one another; nothing in memory is ordered, so no store under way is waited for.
 __device__ __forceinline__ void relaxed_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
-#else
-  __syncthreads();
-#endif
 }
-// The address in block `rank`'s shared memory that corresponds to `mine` in this block's. Valid
-// from the first cluster_barrier() until that block ends.
 template <class X>
-__device__ __forceinline__ X* in_block(X* mine, int rank) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t theirs;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
-  return reinterpret_cast<X*>(theirs);
-#else
-  (void)rank;
-  return mine;
-#endif
+__device__ __forceinline__ X* in_block(X* x, int rank) {
+  uint64_t mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(x), "r"(rank));
+  return reinterpret_cast<X*>(mapped);
 }
+#else
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
+__device__ __forceinline__ void relaxed_cluster_barrier() { __syncthreads(); }
+template <class X>
+__device__ __forceinline__ X* in_block(X* x, int) {
+  return x;
+}
+#endif
 
 __device__ __forceinline__ float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -232,9 +240,8 @@ __device__ __forceinline__ bool any_lane(bool x) {
 
 // Four neighbours, 16 bytes of aligned memory.
 __device__ __forceinline__ void load_four(const float* from, float* x) {
-  const Bytes16 bytes = *reinterpret_cast<const Bytes16*>(from);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) x[k] = from_bits(bytes.word[k]);
+  const Bytes16 bytes = bytes_at(from);
+  unrolled<4>([&](int k) { x[k] = from_bits(bytes.word[k]); });
 }
 __device__ __forceinline__ void store_four(const float* x, float* to) {
   *reinterpret_cast<Bytes16*>(to) = {{to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3])}};
@@ -283,11 +290,10 @@ template <int N, int offset = kWarp / 2>
 __device__ __forceinline__ float warp_sums(float* x, int lane) {
   if constexpr (N > 1) {
     const bool upper = lane & offset;
-#pragma unroll
-    for (int k = 0; k < N / 2; ++k) {
+    unrolled<N / 2>([&](int k) {
       const float give = upper ? x[k] : x[k + N / 2], keep = upper ? x[k + N / 2] : x[k];
       x[k] = keep + __shfl_xor_sync(kAllLanes, give, offset);
-    }
+    });
     return warp_sums<N / 2, offset / 2>(x, lane);
   } else {
     float sum = x[0];

@@ -10,12 +10,12 @@
 
 namespace bahdanau_fast::gpu {
 
-// A launch: Of is a Decoder.
-template <class Of>
+// The parameters of a launch: a DecoderForward or DecoderBackward, and how it is cut.
+template <class Direction>
 struct Persistent {
-  Of of;
+  Direction d;
   PersistentPlan plan;
-  unsigned* arrived = nullptr;  // a counter for each group, kCounterStride apart, zero before
+  unsigned* arrived = nullptr;  // a counter per group, kCounterStride apart, zero before
 };
 constexpr int kCounterStride = 32;  // in other lines of memory
 
@@ -23,51 +23,48 @@ template <class T>
 struct PersistentBlock {
   static constexpr int U = kVector<T>;
   const Decoder& d;
-  const Problem& p;
+  const Problem& p = d.p;
   const PersistentPlan& plan;
-  char* const shared;
-  // Of the block in its group, of the group's first batch row; how many rows the group has.
-  const int rank, row0, rows;
+  char* const shared = shared_memory();
+  // The block's rank in its group, and the group's first batch row and how many it has.
+  const int group_index = int(blockIdx.x) / plan.blocks;
+  const int rank = int(blockIdx.x) % plan.blocks, row0 = group_index * plan.rows;
+  const int rows = int(smaller(plan.rows, p.B - row0));
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  T *first, *second;  // the weights
-  float *own, *query, *w, *grad_context, *scores, *weights, *parts;
+  float *const unit_values = floats_at(plan.unit_values), *const parts = floats_at(plan.parts);
+  float *const query = floats_at(plan.vectors), *const w = query + p.H;
+  float *const grad_context = w + p.H, *const scores = floats_at(plan.scores);
+  float* const weights = scores + p.Tk;
   float half_w = 0;  // half the sum of w
-  Meeting group;
+  GroupBarrier group;
 
-  template <class Of>
-  __device__ explicit PersistentBlock(const Persistent<Of>& all)
-      : d(all.of),
-        p(all.of.p),
+  template <class Direction>
+  __device__ explicit PersistentBlock(const Persistent<Direction>& all)
+      : d(all.d),
         plan(all.plan),
-        shared(shared_memory()),
-        rank(int(blockIdx.x) % plan.blocks),
-        row0(int(blockIdx.x) / plan.blocks * plan.rows),
-        rows(int(smaller(plan.rows, p.B - row0))),
-        first(reinterpret_cast<T*>(shared)),
-        second(reinterpret_cast<T*>(shared + plan.second)),
-        own(floats_at(plan.own)),
-        query(floats_at(plan.vectors)),
-        w(query + p.H),
-        grad_context(w + p.H),
-        scores(floats_at(plan.keys)),
-        weights(scores + p.Tk),
-        parts(floats_at(plan.parts)),
-        group{all.arrived + int(blockIdx.x) / plan.blocks * kCounterStride, unsigned(plan.blocks)} {
-  }
+        group{all.arrived + group_index * kCounterStride, unsigned(plan.blocks)} {}
 
+  static __device__ const T* in(const void* x) { return static_cast<const T*>(x); }
   __device__ float* floats_at(int offset) const {
     return reinterpret_cast<float*>(shared + offset);
   }
+  __device__ T* rows_of(const SharedWeight& weight) const {
+    return reinterpret_cast<T*>(shared + weight.offset);
+  }
+  // Where row b of the group in step t of a (T,B,columns) tensor begins.
+  __device__ int64_t index(int64_t t, int b, int64_t columns) const {
+    return (t * p.B + row0 + b) * columns;
+  }
 
   // Number `kind` of the block's unit u in batch row b of the group.
-  __device__ __forceinline__ float& own_at(int kind, int u, int b) const {
-    return own[(kind * plan.units + u) * plan.own_stride() + b];
+  __device__ __forceinline__ float& unit_value(int kind, int u, int b) const {
+    return unit_values[(kind * plan.units + u) * plan.unit_stride() + b];
   }
-  // Calls f(u, b, h) for the block's units, h of all, in each batch row.
+  // Calls f(u, b, h) for the block's units, h of all, in all batch rows.
   template <class F>
-  __device__ __forceinline__ void each_unit(const F& f) const {
-    for (int at = threadIdx.x; at < rows * plan.units; at += kPersistentThreads) {
-      const int b = at / plan.units, u = at - b * plan.units;
+  __device__ __forceinline__ void for_units(const F& f) const {
+    for (int index = threadIdx.x; index < rows * plan.units; index += kPersistentThreads) {
+      const int b = index / plan.units, u = index - b * plan.units;
       const int64_t h = int64_t(rank) * plan.units + u;
       if (h < d.H) f(u, b, h);
     }
@@ -75,93 +72,90 @@ struct PersistentBlock {
 
   // ---- once ----
 
-  // Rows of a weight whose rows are columns in global memory, one number after another; from(row,
-  // column) is the address of one, null for zero. Eight loads are in flight.
+  // A weight whose rows are columns in global memory, one number after another; from(row, column)
+  // is the address of one, null for zero. Eight loads are in flight.
   template <class From>
-  __device__ void load_transposed(T* to, int count, int columns, const From& from) const {
+  __device__ void load_transposed(const SharedWeight& weight, const From& from) const {
     constexpr int W = 8;
-    const int padded = int(ceil_div(count, 16) * 16), pitch = int(pitch_of(columns));
-    const int all = padded * columns;
+    const int padded = int(ceil_div(weight.rows, 16) * 16), pitch = int(pitch_of(weight.columns));
+    const int count = padded * weight.columns;
+    T* const to = rows_of(weight);
 #pragma unroll 1
-    for (int first = threadIdx.x; first < all; first += W * kPersistentThreads) {
+    for (int first = threadIdx.x; first < count; first += W * kPersistentThreads) {
       T x[W];
       int offsets[W];
-#pragma unroll
-      for (int k = 0; k < W; ++k) {
-        const int at = int(smaller(first + k * kPersistentThreads, all - 1));
-        const int column = at / padded, row = at - column * padded;
-        const T* const address = row < count ? from(row, column) : nullptr;
+      unrolled<W>([&](int k) {
+        const int index = int(smaller(first + k * kPersistentThreads, count - 1));
+        const int column = index / padded, row = index - column * padded;
+        const T* const address = row < weight.rows ? from(row, column) : nullptr;
         // A load without a branch: branches would put one load after another.
-        x[k] = read_only(address != nullptr ? address : static_cast<const T*>(p.w));
+        x[k] = read_only(address != nullptr ? address : in(p.w));
         if (address == nullptr) x[k] = T{};
         offsets[k] = row * pitch + column;
-      }
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-        if (first + k * kPersistentThreads < all) to[offsets[k]] = x[k];
+      });
+      unrolled<W>([&](int k) {
+        if (first + k * kPersistentThreads < count) to[offsets[k]] = x[k];
+      });
     }
   }
-  // Rows of a weight, by asynchronous copies; from(row) is the address of one, null for zeros.
+  // A weight's rows, by asynchronous copies; from(row) is the address of one, null for zeros.
   template <class From>
-  __device__ void copy_rows(T* to, int count, int columns, const From& from) const {
-    const int padded = int(ceil_div(count, 16) * 16), pitch = int(pitch_of(columns));
+  __device__ void copy_rows(const SharedWeight& weight, const From& from) const {
+    const int padded = int(ceil_div(weight.rows, 16) * 16), pitch = int(pitch_of(weight.columns));
 #pragma unroll 1
     for (int row = warp; row < padded; row += kPersistentWarps) {
-      const T* const address = row < count ? from(row) : nullptr;
+      const T* const address = row < weight.rows ? from(row) : nullptr;
+      T* const to = rows_of(weight) + row * pitch;
       if (address != nullptr)
-        copy_row(to + row * pitch, address, columns);
+        copy_row(to, address, weight.columns);
       else
-        for (int c = lane * U; c < columns; c += kWarp * U)
-          *reinterpret_cast<Bytes16*>(to + row * pitch + c) = Bytes16{};
+        for (int c = lane * U; c < weight.columns; c += kWarp * U)
+          *reinterpret_cast<Bytes16*>(to + c) = Bytes16{};
     }
   }
+  __device__ void copy_row(T* to, const T* from, int64_t columns) const {
+    for (int64_t c = lane * U; c < columns; c += kWarp * U) copy16(to + c, from + c);
+  }
 
-  // Zero for so many kinds of own numbers, w as the scores take it, or as it is, and keys and
-  // values if they stay.
+  // Zeroes so many kinds of unit_values; loads w, scaled as the scores take it or as it is, and
+  // keys and values if they stay.
   __device__ void load_memory(int kinds, bool scaled) {
     float sum = 0;
-    for (int at = threadIdx.x; at < kinds * plan.units * plan.own_stride();
-         at += kPersistentThreads)
-      own[at] = 0;
+    for (int index = threadIdx.x; index < kinds * plan.units * plan.unit_stride();
+         index += kPersistentThreads)
+      unit_values[index] = 0;
     for (int h = threadIdx.x; h < p.H; h += kPersistentThreads) {
-      const float x = widen(read_only(static_cast<const T*>(p.w) + h));
+      const float x = widen(read_only(in(p.w) + h));
       w[h] = scaled ? kSmallW * x : x;
     }
-    for (int h = lane; h < p.H; h += kWarp) sum += widen(read_only(static_cast<const T*>(p.w) + h));
+    for (int h = lane; h < p.H; h += kWarp) sum += widen(read_only(in(p.w) + h));
     half_w = 0.5f * warp_sum(sum);
     for (int s = 0; plan.resident && s < plan.sentences; ++s) {
       const int b = row_of_sentence(s);
       if (b >= rows) break;
       for (int64_t j = warp; j < p.Tk; j += kPersistentWarps) {
-        copy_row(kept(s) + j * p.H, row_at<T>(p.keys, row0 + b, j), p.H);
-        copy_row(kept(s) + p.Tk * p.H + j * p.Dv, row_at<T>(p.values, row0 + b, j), p.Dv);
+        copy_row(resident_rows(s) + j * p.H, row_at<T>(p.keys, row0 + b, j), p.H);
+        copy_row(resident_rows(s) + p.Tk * p.H + j * p.Dv, row_at<T>(p.values, row0 + b, j), p.Dv);
       }
     }
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();
   }
-  __device__ void copy_row(T* to, const T* from, int64_t columns) const {
-    for (int64_t c = lane * U; c < columns; c += kWarp * U) copy16(to + c, from + c);
-  }
 
   // ---- products ----
 
-  // The weights in shared memory, as multiply() below.
+  // A weight in shared memory, as multiply() below.
   template <int W, class Store>
-  __device__ void multiply_first(const T* x, const Store& store) const {
-    multiply<kTileRows, W>(first, plan.first_rows, int(pitch_of(plan.first_columns)),
-                           plan.first_columns, x, plan.first_columns, store);
-  }
-  template <class Store>
-  __device__ void multiply_second(const T* x, const Store& store) const {
-    multiply<kTileRows, 8>(second, plan.second_rows, int(pitch_of(plan.second_columns)),
-                           plan.second_columns, x, plan.second_columns, store);
+  __device__ void multiply_shared(const SharedWeight& weight, const T* x,
+                                  const Store& store) const {
+    multiply<kTileRows, W>(rows_of(weight), weight.rows, int(pitch_of(weight.columns)),
+                           weight.columns, x, weight.columns, store);
   }
   // Rows of a weight, in shared memory or not, times the group's rows x: store(row, b, sum) for
-  // each, a thread's of one b after those of another. Warps share the batch rows, and where there
+  // all, a thread's of one b after those of another. Warps share the batch rows, and where there
   // are few of those the columns, whose sums are added in their order.
-  template <int rows_of_tile, int W, class Store>
+  template <int tile_rows, int W, class Store>
   __device__ void multiply(const T* weight, int count, int pitch, int columns, const T* x,
                            int64_t stride, const Store& store) const {
     // Tiles of batch rows at a time; 1 << shift rows in all: a division takes long.
@@ -171,28 +165,21 @@ struct PersistentBlock {
     const int shares = kPersistentWarps / across, share = warp / across;
     const int depth = columns / kDepth;
     const int begin = share * depth / shares, end = (share + 1) * depth / shares;
-    const T* const of_lane = weight + lane / 4 * pitch + lane % 4 * U;
+    const T* const lane_weight = weight + lane / 4 * pitch + lane % 4 * U;
     float* const part = parts + warp * kTileStride;
 #pragma unroll 1
     for (int b0 = 0; b0 < rows; b0 += across * kTileBatch) {
-      const int mine = int(smaller(b0 + warp % across * kTileBatch + lane / 4, rows - 1));
-      const T* const row = x + mine * stride + lane % 4 * U;
+      const int b = int(smaller(b0 + warp % across * kTileBatch + lane / 4, rows - 1));
+      const T* const row = x + b * stride + lane % 4 * U;
 #pragma unroll 1
-      for (int r0 = 0; r0 < count; r0 += rows_of_tile) {
-        const int count_here = int(smaller(rows_of_tile, count - r0));
-        const T* const from = of_lane + r0 * pitch;
-        if (rows_of_tile > 48 && count_here > 48)
-          add_products<4, W>(from, pitch, row, begin, end, part);
-        else if (rows_of_tile > 32 && count_here > 32)
-          add_products<3, W>(from, pitch, row, begin, end, part);
-        else if (count_here > 16)
-          add_products<2, W>(from, pitch, row, begin, end, part);
-        else
-          add_products<1, W>(from, pitch, row, begin, end, part);
+      for (int r0 = 0; r0 < count; r0 += tile_rows) {
+        const int tile = int(smaller(tile_rows, count - r0));
+        add_products<tile_rows / 16, W>(tile, lane_weight + r0 * pitch, pitch, row, begin, end,
+                                        part);
         __syncthreads();
         const int wide = across * kTileBatch;
-        for (int at = threadIdx.x; at < count_here * wide; at += kPersistentThreads) {
-          const int r = at >> shift, n = at & (wide - 1);
+        for (int index = threadIdx.x; index < tile * wide; index += kPersistentThreads) {
+          const int r = index >> shift, n = index & (wide - 1);
           if (b0 + n >= rows) continue;
           float sum = 0;
 #pragma unroll 2
@@ -206,63 +193,59 @@ struct PersistentBlock {
     }
   }
 
-  // The warp's tile of 16 `tiles` rows, from piece `begin` of the columns to `end`, into its part.
-  // W loads are in flight while W pieces are multiplied.
+  // The warp's tile of `count` rows, at most 16 `tiles`, from piece `begin` of the columns to
+  // `end`, into its part. W loads are in flight while W pieces are multiplied.
   template <int tiles, int W>
-  static __device__ __forceinline__ void add_products(const T* weight, int pitch, const T* row,
-                                                      int begin, int end, float* part) {
+  static __device__ __forceinline__ void add_products(int count, const T* weight, int pitch,
+                                                      const T* row, int begin, int end,
+                                                      float* part) {
+    if constexpr (tiles > 1)
+      if (count <= 16 * (tiles - 1))
+        return add_products<tiles - 1, W>(count, weight, pitch, row, begin, end, part);
     float sums[tiles][4] = {};
     Bytes16 x[W], next[W];
-    const auto load = [&](int from, Bytes16* to) {
-#pragma unroll
-      for (int k = 0; k < W; ++k)
-        to[k] = from + k < end ? load16_of_others(row + (from + k) * kDepth) : Bytes16{};
+    const auto load = [&](int from) {
+      unrolled<W>([&](int k) {
+        next[k] = from + k < end ? load16_of_others(row + (from + k) * kDepth) : Bytes16{};
+      });
     };
-    load(begin, next);
+    load(begin);
 #pragma unroll 1
     for (int from = begin; from < end; from += W) {
-#pragma unroll
-      for (int k = 0; k < W; ++k) x[k] = next[k];
-      load(from + W, next);
-#pragma unroll
-      for (int k = 0; k < W; ++k) {  // past the last piece that again, times zero
+      unrolled<W>([&](int k) { x[k] = next[k]; });
+      load(from + W);
+      unrolled<W>([&](int k) {  // past the last piece that again, times zero
         const T* const piece = weight + smaller(from + k, end - 1) * kDepth;
-#pragma unroll
-        for (int m = 0; m < tiles; ++m) {
+        unrolled<tiles>([&](int m) {
           const Bytes16 a = bytes_at(piece + m * 16 * pitch),
                         b = bytes_at(piece + (m * 16 + 8) * pitch);
 #pragma unroll
           for (int c = 0; c < 4; c += 2)
             multiply_add<T>(sums[m], a.word[c], b.word[c], a.word[c + 1], b.word[c + 1],
                             x[k].word[c], x[k].word[c + 1]);
-        }
-      }
+        });
+      });
     }
     const int lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int m = 0; m < tiles; ++m)
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        part[(m * 16 + lane / 4 + k / 2 * 8) * kTileBatch + lane % 4 * 2 + k % 2] = sums[m][k];
+    unrolled<tiles, 4>([&](int m, int k) {
+      part[(m * 16 + lane / 4 + k / 2 * 8) * kTileBatch + lane % 4 * 2 + k % 2] = sums[m][k];
+    });
   }
 
   // ---- attention ----
 
-  static __device__ __forceinline__ Bytes16 bytes_at(const T* x) {
-    return *reinterpret_cast<const Bytes16*>(x);
-  }
   // The batch row, in the group, that the block attends for.
   __device__ int row_of_sentence(int s) const { return s * plan.blocks + rank; }
-  __device__ T* kept(int s) const {
-    return reinterpret_cast<T*>(shared + plan.kept) + s * p.Tk * (p.H + p.Dv);
+  __device__ T* resident_rows(int s) const {
+    return reinterpret_cast<T*>(shared + plan.resident_rows) + s * p.Tk * (p.H + p.Dv);
   }
   // Keys and values of a sentence, in shared memory or where they are.
   __device__ View keys_of(int s, int64_t b) const {
-    if (plan.resident) return {kept(s), 0, p.H};
+    if (plan.resident) return {resident_rows(s), 0, p.H};
     return {row_at<T>(p.keys, b, 0), 0, p.keys.row_stride};
   }
   __device__ View values_of(int s, int64_t b) const {
-    if (plan.resident) return {kept(s) + p.Tk * p.H, 0, p.Dv};
+    if (plan.resident) return {resident_rows(s) + p.Tk * p.H, 0, p.Dv};
     return {row_at<T>(p.values, b, 0), 0, p.values.row_stride};
   }
 
@@ -272,15 +255,13 @@ struct PersistentBlock {
     for (int64_t c = threadIdx.x * U; c < columns; c += kPersistentThreads * U) {
       float x[U];
       unpack<T>(load16_of_others(from + c), x);
-#pragma unroll
-      for (int u = 0; u < U; ++u) x[u] *= factor;
-#pragma unroll
-      for (int u = 0; u < U; u += 4) store_four(x + u, to + c + u);
+      unrolled<U>([&](int u) { x[u] *= factor; });
+      unrolled<U / 4>([&](int u) { store_four(x + 4 * u, to + c + 4 * u); });
     }
   }
 
   // 16 bytes of row j from column c on, by a load of one kind of memory: one that finds out which
-  // it is takes longer.
+  // it is takes longer. For that reason loops over rows are compiled for both kinds.
   template <bool resident>
   __device__ __forceinline__ Bytes16 bytes_of_row(const View& view, int j, int c) const {
     if constexpr (resident) {
@@ -292,59 +273,43 @@ struct PersistentBlock {
     }
   }
 
-  // Calls meet(j, sum) in one lane for each of n rows: the sum of add(number of the row, column,
-  // &sum) over four columns at a time. A warp takes four rows in turn.
-  template <class Add, class Meet>
-  __device__ __forceinline__ void each_row(const View& view, int64_t columns, int n, const Add& add,
-                                           const Meet& meet) const {
-    if (plan.resident)
-      each_row_of<true>(view, int(columns), n, add, meet);
-    else
-      each_row_of<false>(view, int(columns), n, add, meet);
-  }
-  template <bool resident, class Add, class Meet>
-  __device__ __forceinline__ void each_row_of(const View& view, int columns, int n, const Add& add,
-                                              const Meet& meet) const {
-    constexpr int KU = 4, each = kWarp / KU;
+  // Calls store(j, sum) in one lane for every one of n rows: the sum of add(number of the row,
+  // column, &sum) over four columns at a time. A warp takes four rows in turn.
+  template <bool resident = false, class Add, class Store>
+  __device__ __forceinline__ void sum_rows(const View& view, int columns, int n, const Add& add,
+                                           const Store& store) const {
+    if constexpr (!resident)
+      if (plan.resident) return sum_rows<true>(view, columns, n, add, store);
+    constexpr int KU = 4, lanes = kWarp / KU;
 #pragma unroll 1
     for (int j = warp * KU; j < n; j += kPersistentWarps * KU) {
       float sums[KU] = {};
 #pragma unroll 1
       for (int c = lane * U; c < columns; c += kWarp * U) {
         Bytes16 bytes[KU];
-#pragma unroll
-        for (int k = 0; k < KU; ++k)
-          bytes[k] = bytes_of_row<resident>(view, j + k < n ? j + k : n - 1, c);
-#pragma unroll
-        for (int u = 0; u < U; u += 4)
-#pragma unroll
-          for (int k = 0; k < KU; ++k) {
-            float x[U];
-            unpack<T>(bytes[k], x);
-            add(x + u, c + u, &sums[k]);
-          }
+        unrolled<KU>(
+            [&](int k) { bytes[k] = bytes_of_row<resident>(view, j + k < n ? j + k : n - 1, c); });
+        unrolled<U / 4, KU>([&](int u, int k) {
+          float x[U];
+          unpack<T>(bytes[k], x);
+          add(x + 4 * u, c + 4 * u, &sums[k]);
+        });
       }
       const float sum = warp_sums<KU>(sums, lane);
-      if (lane % each == 0 && j + lane / each < n) meet(j + lane / each, sum);
+      if (lane % lanes == 0 && j + lane / lanes < n) store(j + lane / lanes, sum);
     }
   }
 
-  // Sums over n rows of add(number of the row, column, row, sums) for each column: store(c, sum).
-  // Threads share the columns, eight each, and the rows, whose sums are added in their order.
-  template <class Add, class Store>
-  __device__ __forceinline__ void each_column(const View& view, int64_t columns, int n,
+  // Sums over n rows of add(number of the row, column, row, sums), per column: store(c, sum).
+  // Threads share the columns, eight per thread, and the rows, whose sums are added in their order.
+  template <bool resident = false, class Add, class Store>
+  __device__ __forceinline__ void sum_columns(const View& view, int64_t columns, int n,
                                               const Add& add, const Store& store) const {
-    if (plan.resident)
-      each_column_of<true>(view, columns, n, add, store);
-    else
-      each_column_of<false>(view, columns, n, add, store);
-  }
-  template <bool resident, class Add, class Store>
-  __device__ __forceinline__ void each_column_of(const View& view, int64_t columns, int n,
-                                                 const Add& add, const Store& store) const {
+    if constexpr (!resident)
+      if (plan.resident) return sum_columns<true>(view, columns, n, add, store);
     const int across = int(columns / U), shares = int(larger(1, kPersistentThreads / across));
-    for (int at = threadIdx.x; at < across * shares; at += kPersistentThreads) {
-      const int share = at / across, c = (at - share * across) * U;
+    for (int index = threadIdx.x; index < across * shares; index += kPersistentThreads) {
+      const int share = index / across, c = (index - share * across) * U;
       float sums[U] = {};
 #pragma unroll 2
       for (int j = share; j < n; j += shares) {
@@ -352,8 +317,8 @@ struct PersistentBlock {
         unpack<T>(bytes_of_row<resident>(view, j, c), x);
         add(x, c, j, sums);
       }
-#pragma unroll
-      for (int u = 0; u < U; u += 4) store_four(sums + u, parts + share * columns + c + u);
+      unrolled<U / 4>(
+          [&](int u) { store_four(sums + 4 * u, parts + share * columns + c + 4 * u); });
     }
     __syncthreads();
     for (int c = threadIdx.x; c < columns; c += kPersistentThreads) {

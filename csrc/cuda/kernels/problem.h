@@ -13,36 +13,26 @@ __device__ inline const T* row_at(const View& view, int64_t b, int64_t i) {
   return static_cast<const T*>(view.data) + b * view.batch_stride + i * view.row_stride;
 }
 
+template <class X>
+__device__ inline int64_t keys_within_len(const Lens& lens, int64_t index, int64_t Tk) {
+  if constexpr (std::is_same_v<X, double>)
+    return keys_within_bits(static_cast<const uint64_t*>(lens.data)[index], Tk);
+  else if constexpr (std::is_arithmetic_v<X>)
+    return keys_within(static_cast<const X*>(lens.data)[index], Tk);
+  else
+    return keys_within(widen(static_cast<const X*>(lens.data)[index]), Tk);
+}
+
 __device__ inline int64_t keys_within_lens(const Problem& p, int64_t b, int64_t i) {
-  const int64_t at = b * p.lens.batch_stride + i * p.lens.row_stride;
-  const void* data = p.lens.data;
+  const int64_t index = b * p.lens.batch_stride + i * p.lens.row_stride;
   switch (p.lens.type) {
+#define BAHDANAU_FAST_CASE(name, type) \
+  case LenType::name:                  \
+    return keys_within_len<type>(p.lens, index, p.Tk);
+    BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_CASE)
+#undef BAHDANAU_FAST_CASE
     case LenType::none:
       return p.Tk;
-    case LenType::i64:
-      return keys_within(static_cast<const int64_t*>(data)[at], p.Tk);
-    case LenType::i32:
-      return keys_within(static_cast<const int32_t*>(data)[at], p.Tk);
-    case LenType::i16:
-      return keys_within(static_cast<const int16_t*>(data)[at], p.Tk);
-    case LenType::i8:
-      return keys_within(static_cast<const int8_t*>(data)[at], p.Tk);
-    case LenType::u8:
-      return keys_within(static_cast<const uint8_t*>(data)[at], p.Tk);
-    case LenType::u16:
-      return keys_within(static_cast<const uint16_t*>(data)[at], p.Tk);
-    case LenType::u32:
-      return keys_within(static_cast<const uint32_t*>(data)[at], p.Tk);
-    case LenType::u64:
-      return keys_within(static_cast<const uint64_t*>(data)[at], p.Tk);
-    case LenType::f32:
-      return keys_within(static_cast<const float*>(data)[at], p.Tk);
-    case LenType::f64:
-      return keys_within_bits(static_cast<const uint64_t*>(data)[at], p.Tk);
-    case LenType::bf16:
-      return keys_within(widen(static_cast<const bf16*>(data)[at]), p.Tk);
-    case LenType::f16:
-      return keys_within(widen(static_cast<const f16*>(data)[at]), p.Tk);
   }
   return 0;
 }
@@ -129,8 +119,8 @@ __device__ __forceinline__ float weight_at(const void* weights, bool narrow, int
 }
 
 template <class T>
-__device__ __forceinline__ float given_at(const View& grads, bool narrow, int64_t b, int64_t i,
-                                          int64_t j) {
+__device__ __forceinline__ float grad_weight_at(const View& grads, bool narrow, int64_t b,
+                                                int64_t i, int64_t j) {
   return weight_at<T>(grads.data, narrow, b * grads.batch_stride + i * grads.row_stride + j);
 }
 

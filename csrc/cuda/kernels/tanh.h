@@ -20,8 +20,9 @@ constexpr float kShrunk = 1.0f / (1 << 20), kSmallW = 1.0f / (1 << 24);
 // Largest |w|: above, w times three d could overflow.
 constexpr float kLargestW = 1e8f;
 
-__device__ __forceinline__ float exp_of_two(float x) { return exp2_approx(2.0f * kLog2e * x); }
-__device__ __forceinline__ float exp_of_key(float c) { return exp_of_two(clamp(c, kKeyLimit)); }
+__device__ __forceinline__ float exp_of_key(float c) {
+  return exp2_approx(2.0f * kLog2e * clamp(c, kKeyLimit));
+}
 
 // exp(x) of x up to 0. In 16 bits with a relative error of 2^-22 and, at the most, that of x.
 template <class T>
@@ -55,26 +56,23 @@ template <class T>
 __device__ __forceinline__ void four_tanh_of(const float* x, float* t, float* slope) {
   if constexpr (sizeof(T) == 2) {
     float e[4], d[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    unrolled<4>([&](int k) {
       e[k] = exp2_approx(2.0f * kLog2e * clamp(x[k], 10.75f));
       d[k] = e[k] + 1.0f;
-    }
+    });
     const float d01 = d[0] * d[1], d23 = d[2] * d[3], inverse = reciprocal(d01 * d23);
     const float inverse01 = inverse * d23, inverse23 = inverse * d01;
     const float r[4] = {inverse01 * d[1], inverse01 * d[0], inverse23 * d[3], inverse23 * d[2]};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    unrolled<4>([&](int k) {
       const float cube = x[k] * x[k] * x[k], u = 4.0f * r[k] * (e[k] * r[k]);
       t[k] = fabsf(x[k]) < 0.03f ? x[k] - cube * (1.0f / 3.0f) : 1.0f - 2.0f * r[k];
       slope[k] = u < 2e-9f ? 0.0f : u;
-    }
+    });
   } else {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    unrolled<4>([&](int k) {
       t[k] = tanh_of(x[k]);
       slope[k] = 1.0f - t[k] * t[k];
-    }
+    });
   }
 }
 
@@ -93,19 +91,17 @@ template <class T, bool exponentials>
 __device__ __forceinline__ void add_four(const float* query, const float* key, const float* w,
                                          float* sum) {
   if constexpr (sizeof(T) != 2) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) *sum += w[k] * tanh_of(query[k] + key[k]);
+    unrolled<4>([&](int k) { *sum += w[k] * tanh_of(query[k] + key[k]); });
   } else {
     float d[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    unrolled<4>([&](int k) {
       if constexpr (exponentials) {
         d[k] = at_most(query[k] * key[k] + 1.0f, 2147483648.0f);
       } else {
         const float x = at_most(2.0f * kLog2e * key[k] + query[k], 19.0f * kLog2e);
         d[k] = kShrunk * exp2_approx(x) + kShrunk;
       }
-    }
+    });
     *sum += sum_of_fractions(d, w);
   }
 }

@@ -17,8 +17,18 @@
 
 namespace bahdanau_fast::gpu {
 
-// valid_lens as given: any real dtype, (B,) (with row_stride 0) or (B,Tq), any strides.
-enum class LenType : int { none, i64, i32, i16, i8, u8, u16, u32, u64, f32, f64, bf16, f16 };
+// The dtypes of valid_lens: F(name, type) for each.
+// clang-format off
+#define BAHDANAU_FAST_LEN_TYPES(F)                                                  \
+  F(i64, int64_t) F(i32, int32_t) F(i16, int16_t) F(i8, int8_t)                     \
+  F(u64, uint64_t) F(u32, uint32_t) F(u16, uint16_t) F(u8, uint8_t)                 \
+  F(f64, double) F(f32, float) F(bf16, bahdanau_fast::bf16) F(f16, bahdanau_fast::f16)
+// clang-format on
+#define BAHDANAU_FAST_NAME(name, type) name,
+enum class LenType : int { none, BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_NAME) };
+#undef BAHDANAU_FAST_NAME
+
+// (B,) (with row_stride 0) or (B,Tq), any strides.
 struct Lens {
   const void* data = nullptr;
   LenType type = LenType::none;
@@ -70,12 +80,14 @@ struct Forward {
 
 struct Backward : Gradients {
   Problem p;
-  bool narrow = false;  // weights and grad_weights are of T instead of fp32
-  // What launches leave to the next ones:
-  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value; null: zero
-  void* moments = nullptr;         // as in GradKeys
-  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; null: not wanted
-  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout; null: not wanted
+  int64_t splits = 1, split = 1;  // parts of the keys, and keys in each
+  bool narrow = false;            // weights and grad_weights are of T instead of fp32
+  // What launches leave to the next ones; null: not wanted, or of products zero.
+  const void* products = nullptr;  // (B,Tq,Tk) of T: grad_context . value
+  void* grad_scores = nullptr;     // (B,Tq,Tk) of fp32; with moments, gradients of the weights
+  void* moments = nullptr;         // (B,Tq,splits,2) of Sum (decode_backward.h)
+  void* dropped = nullptr;         // (B,Tq,Tk) of T: weights after dropout
+  void *queries_parts = nullptr, *w_parts = nullptr;  // (splits,B,Tq,H), (splits,B,H) of fp32
 };
 
 // All steps of a recurrent decoder of one layer; p.H are the hidden units of the attention, F, and
@@ -84,13 +96,15 @@ struct Backward : Gradients {
 // multiples of 16 bytes, unless something else is said.
 struct Decoder {
   Problem p;  // B, Tk, F, Dv; Tq is one
-  bool lstm = false;
+  bool lstm = false, backward = false;
   int64_t T = 0, H = 0;  // steps, units
   // Tokens, a multiple of 16, where each step's input is the one that the last step wrote; 0: the
   // inputs are given.
   int64_t V = 0;
   const void *w_query = nullptr, *w_hidden = nullptr;  // (F,H), (G,H)
   View w_context;                                      // (G,Dv)
+  const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
+  const void* bias = nullptr;                          // (H) of a GRU's n, after W_h
 
   int64_t gates() const { return lstm ? 4 : 3; }
 };
@@ -107,20 +121,21 @@ struct Greedy {
 };
 
 struct DecoderForward : Decoder {
-  const void *input_gates = nullptr, *bias = nullptr;  // (T,B,G), (H) of a GRU's n, after W_h
-  Greedy greedy;                                       // instead of inputs
-  const void *hidden = nullptr, *cell = nullptr;       // (B,H); an LSTM has cells, here and below
+  const void* input_gates = nullptr;  // (T,B,G)
+  Greedy greedy;                      // instead of inputs
   // (T+1,B,H); greedily two states, in turn, and no cells.
   void *states = nullptr, *cells = nullptr;
   void* weights = nullptr;  // (T,B,Tk) of fp32
   // What backward takes. Contexts and queries have one step unless there are gates.
   void *contexts = nullptr, *queries = nullptr;  // (T,B,Dv), (T,B,F)
-  void* gates_kept = nullptr;                    // (T,B,4H), or null: n r z, n after W_h; i f g o
+  void* saved_gates = nullptr;                   // (T,B,4H), or null: n r z, n after W_h; i f g o
 };
 
 struct DecoderBackward : Decoder {
+  explicit DecoderBackward(const Decoder& decoder) : Decoder(decoder) { backward = true; }
+
   const void *states = nullptr, *cells = nullptr, *queries = nullptr;  // of forward
-  const void *weights = nullptr, *gates_kept = nullptr;
+  const void *weights = nullptr, *saved_gates = nullptr;
   // Of the results: (T,B,H), (B,H), (B,H), (T,B,Tk) of fp32; null: zero.
   const void *grad_states = nullptr, *grad_hidden = nullptr;
   const void *grad_cell = nullptr, *grad_weights = nullptr;
@@ -145,14 +160,18 @@ struct Kernels {
   void (*grad_keys)(const Backward&, const Device&, const Memory&);  // and from there
   int (*largest_cluster)();                                          // on the current GPU
   // All steps in one launch, on 16 bits alone: what is against it, or null, and the launches.
-  const char* (*why_not_decode)(const Decoder&, bool backward, const Device&) = nullptr;
+  const char* (*why_not_decode)(const Decoder&, const Device&) = nullptr;
   void (*decode)(const DecoderForward&, const Device&, const Memory&) = nullptr;
   void (*decode_backward)(const DecoderBackward&, const Device&, const Memory&) = nullptr;
   // What keeps them from running on the current GPU; null if nothing does.
   const char* (*why_not)() = nullptr;
 };
 
-// One table per storage type, each compiled in a file of its own.
+// One table per storage type, compiled in a file per type.
 extern const Kernels kernels_f32, kernels_bf16, kernels_f16;
+
+// Why all steps of such a decoder are not one launch on the current GPU, in 16 bits; null if they
+// can be (op/decoder.cpp). Of V tokens at most T steps are written.
+const char* why_not_decode(const Decoder& d);
 
 }  // namespace bahdanau_fast::gpu

@@ -36,13 +36,13 @@ LAB_CONSTEXPR int64_t kMostSplits = 256, kMostScores = 4096, kMostInTurn = 128,
 template <class T>
 struct Attend {
   // The kernels for one query, for four at a time, and the plain one, for rows of any alignment.
-  template <class P>
-  using Entries = void (*const[3])(P);
-  static constexpr Entries<GradValues> all_grad_values = {
+  using Entries = void (*const[3])(Backward);
+  static constexpr Entries all_grad_values = {
       gpu::grad_values<T, 1, true>, gpu::grad_values<T, 4, true>, gpu::grad_values<T, 4, false>};
-  static constexpr Entries<GradKeys> all_grad_keys = {
-      gpu::grad_keys<T, 1, true>, gpu::grad_keys<T, 4, true>, gpu::grad_keys<T, 4, false>};
+  static constexpr Entries all_grad_keys = {gpu::grad_keys<T, 1, true>, gpu::grad_keys<T, 4, true>,
+                                            gpu::grad_keys<T, 4, false>};
   static int entry_of(const Problem& p, bool vectors) { return !vectors ? 2 : p.Tq == 1 ? 0 : 1; }
+  static int queries_of(int entry) { return entry == 0 ? 1 : 4; }
 
   static bool in_row(const void* data, int64_t columns) {
     return in_vectors<T>({data, 0, columns}, columns);
@@ -61,13 +61,8 @@ struct Attend {
   };
   template <int QT, int floats, bool vectors>
   static constexpr Step step() {
-    using Sizes = DecodeSizes<T, QT, floats>;
-    return {decode_forward<T, QT, floats, vectors>,
-            QT,
-            Sizes::columns,
-            Sizes::KU,
-            Sizes::blocks,
-            Sizes::layout};
+    using S = DecodeSizes<T, QT, floats>;
+    return {decode_forward<T, QT, floats, vectors>, QT, S::columns, S::KU, S::blocks, S::layout};
   }
   static constexpr Step steps[] = {step<1, 16, true>(), step<1, 32, true>(), step<4, 16, true>(),
                                    step<4, 16, false>()};
@@ -92,15 +87,7 @@ struct Attend {
   static DecodeForward plan(const Forward& f, const Device& device) {
     const Problem& p = f.p;
     const Step& step = step_of(p);
-    DecodeForward d;
-    d.p = p;
-    d.w_q = f.w_q;
-    d.Dq = f.Dq;
-    d.context = f.context;
-    d.weights = f.weights;
-    d.narrow = f.narrow;
-    d.counts = f.counts;
-    d.counts_row = f.counts_row;
+    DecodeForward d{f};
     d.query_groups = ceil_div(p.Tq, step.queries);
     d.column_groups = larger(1, ceil_div(p.Dv, step.columns));
     if (f.w_q != nullptr && bytes_of_w_q(f) >= kSharedWeight) d.cluster = device.cluster;
@@ -183,67 +170,60 @@ struct Attend {
 
   // Not for many queries, nor values of many columns.
   static bool backward(const Backward& all, const Device& device, const Memory& memory) {
-    const Problem& p = all.p;
-    const int64_t split = grad_keys_split(p, device), splits = ceil_div(p.Tk, split);
+    Backward g = in_splits(all, device);
+    const Problem& p = g.p;
     const int entry = entry_of(p, in_vectors_backward(p));
-    const int64_t shared = entry == 0 ? GradValuesShared<T, 1>(nullptr, p, split).bytes
-                                      : GradValuesShared<T, 4>(nullptr, p, split).bytes;
+    const int64_t shared = GradValuesShared<T>(nullptr, g, queries_of(entry)).bytes;
     if (p.Tq > kBackwardQueries || shared > kSharedLimit) return false;
-    Backward g = all;
     const bool through_tanh = g.grad_queries || g.grad_keys || g.grad_w;
     if (through_tanh) {
-      const int64_t rows = p.B * p.Tq, moments = rows * splits * 2 * int64_t(sizeof(Sum));
+      const int64_t rows = p.B * p.Tq, moments = rows * g.splits * 2 * int64_t(sizeof(Sum));
       char* base = static_cast<char*>(memory(moments + rows * p.Tk * int64_t(sizeof(float))));
       g.moments = base;
       g.grad_scores = base + moments;
     }
     launch(all_grad_values[entry],
-           {"grad_values", p.B * splits, kDecodeThreads, shared, device.stream},
-           {p, splits, split, g.weights, g.grad_context, g.grad_weights, g.narrow, g.grad_values,
-            g.grad_scores, g.moments});
+           {"grad_values", p.B * g.splits, kDecodeThreads, shared, device.stream}, g);
     if (through_tanh) grad_keys(g, device, memory);
     return true;
   }
 
-  // Keys of a part, two of which a multiprocessor has.
-  static int64_t grad_keys_split(const Problem& p, const Device& device) {
-    if (p.Tq > 4) return 32;  // their gradients are added up in shared memory
+  // With the keys cut into parts, two of which a multiprocessor has; for more than four queries
+  // into short ones, whose gradients are added up in shared memory.
+  static Backward in_splits(Backward g, const Device& device) {
+    const Problem& p = g.p;
     const int64_t even = ceil_div(p.B * p.Tk, larger(1, device.multiprocessors * int64_t(2)));
-    return larger(32, smaller(even, 512));
+    g.split = p.Tq > 4 ? 32 : larger(32, smaller(even, 512));
+    g.splits = ceil_div(p.Tk, g.split);
+    return g;
   }
 
   static void grad_rows(const Backward& g, const Device& device) {
-    const GradRows rows{g.p,           g.weights, g.products, g.grad_weights,
-                        g.grad_scores, g.dropped, g.narrow};
     const int64_t warps = smaller(kRowThreads / kWarp, ceil_div(g.p.Tk, kWarp));
     launch(gpu::grad_rows<T>,
            {"grad_rows", g.p.B * g.p.Tq, int(warps) * kWarp, warps * int64_t(sizeof(Sum)),
             device.stream},
-           rows);
+           g);
   }
 
-  static void grad_keys(const Backward& g, const Device& device, const Memory& memory) {
+  static void grad_keys(const Backward& all, const Device& device, const Memory& memory) {
+    Backward g = in_splits(all, device);
     const Problem& p = g.p;
-    const int64_t split = grad_keys_split(p, device), splits = ceil_div(p.Tk, split);
-    float* const queries_parts = of_fp32(g.grad_queries, splits * p.B * p.Tq * p.H, memory);
-    float* const w_parts = of_fp32(g.grad_w, splits * p.B * p.H, memory);
+    g.queries_parts = of_fp32(g.grad_queries, g.splits * p.B * p.Tq * p.H, memory);
+    g.w_parts = of_fp32(g.grad_w, g.splits * p.B * p.H, memory);
     const int entry = entry_of(p, in_vectors_backward(p));
-    const int64_t shared = entry == 0 ? GradKeysShared<T, 1>(nullptr, p, split).bytes
-                                      : GradKeysShared<T, 4>(nullptr, p, split).bytes;
-    launch(all_grad_keys[entry], {"grad_keys", p.B * splits, kDecodeThreads, shared, device.stream},
-           {p, splits, split, g.grad_scores, g.grad_keys, queries_parts, w_parts, g.moments,
-            g.weights, g.narrow});
-    sum_parts(g, w_parts, queries_parts, splits, device);
+    const int64_t shared = GradKeysShared<T>(nullptr, g, queries_of(entry)).bytes;
+    launch(all_grad_keys[entry],
+           {"grad_keys", p.B * g.splits, kDecodeThreads, shared, device.stream}, g);
+    sum_parts(g, device);
   }
 
-  // Parts of w (splits,B,H) and of the queries (splits,B,Tq,H); null: not wanted.
-  static void sum_parts(const Backward& g, const float* w_parts, const float* queries_parts,
-                        int64_t splits, const Device& device) {
+  static void sum_parts(const Backward& g, const Device& device) {
     const Problem& p = g.p;
     SumParts sums;
-    if (w_parts != nullptr) sums.w = {w_parts, g.grad_w, splits * p.B, p.H};
-    if (queries_parts != nullptr)
-      sums.queries = {queries_parts, g.grad_queries, splits, p.B * p.Tq * p.H};
+    if (g.w_parts != nullptr) sums.w = {g.w_parts, g.grad_w, g.splits * p.B, p.H};
+    if (g.queries_parts != nullptr)
+      sums.queries = {g.queries_parts, g.grad_queries, g.splits, p.B * p.Tq * p.H};
     const int64_t blocks =
         ceil_div(sums.w.columns, kSumColumns) + ceil_div(sums.queries.columns, kSumColumns);
     const int threads = sums.queries.columns > 0 ? kDecodeThreads : kSumThreads;  // few rows each
@@ -261,8 +241,8 @@ constexpr Kernels kernels_of() {
              All::grad_rows, All::grad_keys, All::clusters};
   if constexpr (sizeof(T) == 2) {
     of.why_not_decode = Decode<T>::why_not;
-    of.decode = Decode<T>::forward;
-    of.decode_backward = Decode<T>::backward;
+    of.decode = Decode<T>::template run<DecoderForward>;
+    of.decode_backward = Decode<T>::template run<DecoderBackward>;
   }
   of.why_not = All::problem;
   return of;

@@ -17,20 +17,12 @@
 namespace bahdanau_fast::gpu {
 namespace {
 
-constexpr LenType len_type(int64_t) { return LenType::i64; }
-constexpr LenType len_type(int32_t) { return LenType::i32; }
-constexpr LenType len_type(int16_t) { return LenType::i16; }
-constexpr LenType len_type(int8_t) { return LenType::i8; }
-constexpr LenType len_type(uint8_t) { return LenType::u8; }
-constexpr LenType len_type(uint16_t) { return LenType::u16; }
-constexpr LenType len_type(uint32_t) { return LenType::u32; }
-constexpr LenType len_type(uint64_t) { return LenType::u64; }
-constexpr LenType len_type(float) { return LenType::f32; }
-constexpr LenType len_type(double) { return LenType::f64; }
-constexpr LenType len_type(bf16) { return LenType::bf16; }
-constexpr LenType len_type(f16) { return LenType::f16; }
+#define BAHDANAU_FAST_LEN_TYPE(name, type) \
+  constexpr LenType len_type(type) { return LenType::name; }
+BAHDANAU_FAST_LEN_TYPES(BAHDANAU_FAST_LEN_TYPE)
+#undef BAHDANAU_FAST_LEN_TYPE
 
-std::string place_of(const Tensor& tensor) {
+std::string device_of(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
   return (tensor.is_cuda() ? "cuda:" : "device ") + std::to_string(tensor.get_device_index());
 }
@@ -46,14 +38,15 @@ void* current_stream(int device) {
 
 void check_dense(const Tensor& tensor, const char* name) {
   int32_t layout = 0;
-  const bool known = tensor.defined() && aoti_torch_get_layout(tensor.get(), &layout) == 0;
-  STD_TORCH_CHECK(known && layout == aoti_torch_layout_strided(), name, " must be a dense tensor");
+  const bool defined = tensor.defined() && aoti_torch_get_layout(tensor.get(), &layout) == 0;
+  STD_TORCH_CHECK(defined && layout == aoti_torch_layout_strided(), name,
+                  " must be a dense tensor");
 }
 
 // The GPU of the queries.
 int index_of(const Tensor& queries) {
   check_dense(queries, "queries");
-  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", place_of(queries));
+  STD_TORCH_CHECK(queries.is_cuda(), "queries must be on a CUDA device, got ", device_of(queries));
   return queries.get_device_index();
 }
 
@@ -73,15 +66,15 @@ Tensor in_vectors(const Tensor& tensor) {
   return aligned ? rows : torch::stable::clone(packed(rows));
 }
 
-// Asked for once, but for what the stream decides.
+// Cached, but for what the stream decides.
 Device current_device(int index, const Kernels* kernels) {
-  static auto* const known = new std::map<std::pair<int, const Kernels*>, Device>;
+  static auto* const cache = new std::map<std::pair<int, const Kernels*>, Device>;
   static auto* const lock = new std::mutex;
   Device device;
   {
     const std::lock_guard<std::mutex> guard(*lock);
-    const auto found = known->find({index, kernels});
-    if (found != known->end()) device = found->second;
+    const auto cached = cache->find({index, kernels});
+    if (cached != cache->end()) device = cached->second;
   }
   if (device.multiprocessors == 0) {
     device.index = index;
@@ -93,93 +86,102 @@ Device current_device(int index, const Kernels* kernels) {
                         tells(&device.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin),
                     "cuda:", index, " does not tell its properties");
     const std::lock_guard<std::mutex> guard(*lock);
-    known->insert({{index, kernels}, device});
+    cache->insert({{index, kernels}, device});
   }
   device.stream = current_stream(index);
   device.multiprocessors = multiprocessors_of(device.stream, device.multiprocessors);
   return device;
 }
 
-Inputs::Inputs(const Given& of, bool in_launch, const MaybeTensor& projected_queries,
+Inputs::Inputs(const AttentionArgs& args, bool in_launch, const MaybeTensor& projected_queries,
                const MaybeTensor& projected_keys)
-    : device{index_of(of.queries)}, guard_(device.index) {
-  check(of);
+    : device{index_of(args.queries)}, guard_(device.index) {
+  check(args);
   device = current_device(device.index, kernels);
   const auto project = [&](const Tensor& rows, const Tensor& weight, const MaybeTensor& bias,
-                           const MaybeTensor& known, const char* name) {
-    if (!known.has_value() || known->numel() == 0) return linear(rows, weight, bias);
-    check_like(*known, name, {problem.B, rows.size(1), problem.H});
-    return *known;
+                           const MaybeTensor& projected, const char* name) {
+    if (!projected.has_value() || projected->numel() == 0) return linear(rows, weight, bias);
+    check_like(*projected, name, {problem.B, rows.size(1), problem.H});
+    return *projected;
   };
   Problem& p = forward.p;
   owned_.reserve(8);
-  p.keys = view_of(of.w_k.has_value()
-                       ? project(of.keys, *of.w_k, of.bias, projected_keys, "projected_keys")
-                       : of.keys,
+  p.keys = view_of(args.w_k.has_value()
+                       ? project(args.keys, *args.w_k, args.bias, projected_keys, "projected_keys")
+                       : args.keys,
                    owned_);
-  p.values = view_of(of.values, owned_);
-  owned_.push_back(packed(of.w_v));
+  p.values = view_of(args.values, owned_);
+  owned_.push_back(packed(args.w_v));
   p.w = owned_.back().const_data_ptr();
-  p.queries = view_of(of.queries, owned_);
-  if (!of.w_q.has_value()) return;
+  p.queries = view_of(args.queries, owned_);
+  if (!args.w_q.has_value()) return;
   if (in_launch) {
-    owned_.push_back(packed(*of.w_q));
+    owned_.push_back(packed(*args.w_q));
     forward.w_q = owned_.back().const_data_ptr();
-    forward.Dq = of.queries.size(2);
+    forward.Dq = args.queries.size(2);
     if (kernels->projects(forward, device)) return;
     forward.w_q = nullptr;
   }
-  projected = project(of.queries, *of.w_q, std::nullopt, projected_queries, "projected_queries");
+  projected =
+      project(args.queries, *args.w_q, std::nullopt, projected_queries, "projected_queries");
   p.queries = view_of(*projected, owned_);
 }
 
-void Inputs::check(const Given& of) {
-  check_backend(of.backend);
-  STD_TORCH_CHECK(!of.features.has_value() && !of.w_f.has_value() && of.activation == 0,
+void Inputs::check(const AttentionArgs& args) {
+  check_backend(args.backend);
+  STD_TORCH_CHECK(!args.features.has_value() && !args.w_f.has_value() && args.activation == 0,
                   "features and w_f must be None and activation 0 for CUDA kernels");
   // An exponential is computed faster than it could be read.
-  STD_TORCH_CHECK(!of.table.has_value() && !of.keys_max.has_value(),
+  STD_TORCH_CHECK(!args.table.has_value() && !args.keys_max.has_value(),
                   "table and keys_max must be None for CUDA kernels");
-  STD_TORCH_CHECK(of.w_k.has_value() || !of.bias.has_value(), "bias must come with w_k");
-  const auto here = [&](const Tensor& tensor, const char* name) { check_place(tensor, name); };
+  STD_TORCH_CHECK(args.w_k.has_value() || !args.bias.has_value(), "bias must come with w_k");
+  const auto same_device = [&](const Tensor& tensor, const char* name) {
+    check_device(tensor, name);
+  };
   Problem& p = forward.p;
-  dtype = of.queries.scalar_type();
-  const Kind kind = read_sizes(of.queries, of.keys, of.values, of.w_v, of.dropout_p,
-                               of.w_q.has_value(), of.w_k.has_value(), here, &p);
+  dtype = args.queries.scalar_type();
+  const Kind kind = read_sizes(args.queries, args.keys, args.values, args.w_v, args.dropout_p,
+                               args.w_q.has_value(), args.w_k.has_value(), same_device, &p);
   STD_TORCH_CHECK(kind != Kind::f64,
                   "queries must be float32, bfloat16 or float16 for CUDA kernels, got float64");
-  if (of.w_q.has_value()) check_like(*of.w_q, "w_q", {p.H, of.queries.size(2)});
-  if (of.w_k.has_value()) check_like(*of.w_k, "w_k", {p.H, of.keys.size(2)});
-  if (of.bias.has_value()) check_like(*of.bias, "bias", {p.H});
+  if (args.w_q.has_value()) check_like(*args.w_q, "w_q", {p.H, args.queries.size(2)});
+  if (args.w_k.has_value()) check_like(*args.w_k, "w_k", {p.H, args.keys.size(2)});
+  if (args.bias.has_value()) check_like(*args.bias, "bias", {p.H});
   kernels = kind == Kind::f32 ? &kernels_f32 : kind == Kind::bf16 ? &kernels_bf16 : &kernels_f16;
-  STD_TORCH_CHECK(of.of_decoder || kernels->serves(p), "CUDA kernels take at most ", kDecodeQueries,
-                  " queries and ", kDecodeHidden, " hidden units, got ", p.Tq, " and ", p.H);
-  if (of.dropout_p > 0.0) p.seed = seed_data(of.seed, here);
-  p.threshold = dropout_threshold(of.dropout_p);
-  p.scale = float(dropout_scale(of.dropout_p));
-  if (of.valid_lens.has_value()) set_lens(*of.valid_lens);
-  if (of.mask.has_value()) set_mask(*of.mask);
+  STD_TORCH_CHECK(args.of_decoder || kernels->serves(p), "CUDA kernels take at most ",
+                  kDecodeQueries, " queries and ", kDecodeHidden, " hidden units, got ", p.Tq,
+                  " and ", p.H);
+  if (args.dropout_p > 0.0) p.seed = seed_data(args.seed, same_device);
+  p.threshold = dropout_threshold(args.dropout_p);
+  p.scale = float(dropout_scale(args.dropout_p));
+  if (args.valid_lens.has_value()) set_lens(*args.valid_lens);
+  if (args.mask.has_value()) set_mask(*args.mask);
 }
 
-void Inputs::check_place(const Tensor& tensor, const char* name) const {
+void Inputs::check_device(const Tensor& tensor, const char* name) const {
   check_dense(tensor, name);
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device.index, name,
                   " must be on the device of queries, cuda:", device.index, ", got ",
-                  place_of(tensor));
+                  device_of(tensor));
 }
 
 void Inputs::check_like(const Tensor& tensor, const char* name,
                         std::initializer_list<int64_t> shape) const {
-  check_place(tensor, name);
+  check_device(tensor, name);
   STD_TORCH_CHECK(is_of(tensor, dtype, shape), name,
                   " must have the shape that fits the others, and the dtype of queries");
 }
 
-const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
-                            std::initializer_list<int64_t> shape, const char* name) {
-  check_place(tensor, name);
+void Inputs::check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
+                        const char* name) const {
+  check_device(tensor, name);
   STD_TORCH_CHECK(is_of(tensor, type, shape), name,
                   " must have the shape and dtype that fit the others");
+}
+
+const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
+                            std::initializer_list<int64_t> shape, const char* name) {
+  check_fits(tensor, type, shape, name);
   owned_.push_back(packed(tensor));
   if (reinterpret_cast<uint64_t>(owned_.back().const_data_ptr()) % 16 != 0)
     owned_.back() = torch::stable::clone(owned_.back());
@@ -187,9 +189,7 @@ const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
 }
 
 View Inputs::rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) {
-  check_place(tensor, name);
-  STD_TORCH_CHECK(is_of(tensor, dtype, {rows, columns}), name,
-                  " must have the shape and dtype that fit the others");
+  check_fits(tensor, dtype, {rows, columns}, name);
   owned_.push_back(in_vectors(tensor));
   return {owned_.back().const_data_ptr(), 0, owned_.back().stride(0)};
 }
@@ -197,21 +197,21 @@ View Inputs::rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const 
 View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* name,
                        int64_t columns) {
   if (!tensor.has_value()) return {};
-  check_place(*tensor, name);
+  check_device(*tensor, name);
   return bahdanau_fast::view_like(*tensor, type, name, {problem.B, problem.Tq, columns}, owned_);
 }
 
 void Inputs::set_lens(const Tensor& lens) {
   Problem& p = forward.p;
   const bool by_query = lens_by_query(
-      lens, p, [&](const Tensor& tensor, const char* name) { check_place(tensor, name); });
+      lens, p, [&](const Tensor& tensor, const char* name) { check_device(tensor, name); });
   const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
   p.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
 }
 
 void Inputs::set_mask(const Tensor& mask) {
   Problem& p = forward.p;
-  check_place(mask, "mask");
+  check_device(mask, "mask");
   STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
                       mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
                       mask.size(2) == p.Tk,

@@ -13,14 +13,16 @@
 
 namespace bahdanau_fast::gpu {
 
-// What both operators are given, by the names that they have in bahdanau_fast/ops.
-struct Given {
+inline const MaybeTensor kNone;
+
+// The arguments of an attention, by the names that they have in bahdanau_fast/ops.
+struct AttentionArgs {
   const Tensor &queries, &keys, &values, &w_v;
-  const MaybeTensor &w_q, &w_k, &bias, &features, &w_f, &valid_lens, &mask, &table, &keys_max,
-      &seed;
+  const MaybeTensor &valid_lens, &mask, &table, &keys_max, &seed;
   double dropout_p;
-  int64_t activation, backend;
-  bool of_decoder = false;  // any number of queries and of hidden units
+  bool of_decoder;  // any number of queries and of hidden units
+  const MaybeTensor &w_q = kNone, &w_k = kNone, &bias = kNone, &features = kNone, &w_f = kNone;
+  int64_t activation = 0, backend = 0;
 };
 
 // The tensor itself, or a copy whose rows can be read 16 bytes at a time.
@@ -29,25 +31,27 @@ Tensor in_vectors(const Tensor& tensor);
 // The GPU as the kernels of a kind see it, and torch's current stream there.
 Device current_device(int index, const Kernels* kernels);
 
-// A Forward without results, and the tensors it points to. Everything that is given is checked.
-// What is not projected is, by torch; queries by the launch, with `in_launch`, where it pays. While
-// it lives, its GPU is the current one. It has to live until the launches are queued: then the
+// A Forward without results, and the tensors it points to. Every argument is checked. Queries and
+// keys are projected by torch; queries by the launch, with `in_launch`, where it pays. While it
+// lives, its GPU is the current one. It has to live until the launches are queued: then the
 // allocator reuses their memory in the order of the stream.
 struct Inputs {
-  // With projections that are not empty, these are not made again.
-  Inputs(const Given& of, bool in_launch, const MaybeTensor& projected_queries,
-         const MaybeTensor& projected_keys);
+  // Projections that are not empty are used as they are.
+  explicit Inputs(const AttentionArgs& args, bool in_launch = false,
+                  const MaybeTensor& projected_queries = kNone,
+                  const MaybeTensor& projected_keys = kNone);
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
-  // The numbers of a tensor that must have this dtype and shape, in order, from a multiple of 16
-  // bytes on: its own or a copy's.
+  // The numbers of a tensor that must have this dtype and shape, or of a copy: in order, from a
+  // multiple of 16 bytes on.
   const void* data_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
                       const char* name);
   // The same for a matrix whose rows may be further apart.
   View rows_of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name);
   // A new contiguous tensor on the device of the queries; (0,) where it is not wanted.
   Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted = true) const;
+  Tensor none() const { return new_tensor({0}, dtype); }
   // What the launches need beside: it lives as long as this.
   Memory memory();
 
@@ -56,13 +60,15 @@ struct Inputs {
   ScalarType dtype;
   Device device;
   const Kernels* kernels;
-  MaybeTensor projected;  // queries that were given raw, unless the launch projects them
+  MaybeTensor projected;  // queries, where torch has projected them
 
  private:
-  void check(const Given& of);
-  void check_place(const Tensor& tensor, const char* name) const;
+  void check(const AttentionArgs& args);
+  void check_device(const Tensor& tensor, const char* name) const;
   void check_like(const Tensor& tensor, const char* name,
                   std::initializer_list<int64_t> shape) const;
+  void check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
+                  const char* name) const;
   void set_lens(const Tensor& lens);
   void set_mask(const Tensor& mask);
 

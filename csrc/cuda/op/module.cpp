@@ -5,15 +5,18 @@
 #include <exception>
 
 #include "cuda/kernels/types.h"
-#include "decoder.h"
 
 namespace {
 
-// All kernels are compiled for the same GPUs: one speaks for the others.
-PyObject* why_not(PyObject*, PyObject*) {
-  const char* problem = bahdanau_fast::gpu::kernels_f32.why_not();
+// The text, or None for null.
+PyObject* reason(const char* problem) {
   if (problem == nullptr) Py_RETURN_NONE;
   return PyUnicode_FromString(problem);
+}
+
+// All kernels are compiled for the same GPUs: one speaks for the others.
+PyObject* why_not(PyObject*, PyObject*) {
+  return reason(bahdanau_fast::gpu::kernels_f32.why_not());
 }
 
 PyObject* without_clusters(PyObject*, PyObject*) {
@@ -21,20 +24,20 @@ PyObject* without_clusters(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* why_not_decode(PyObject*, PyObject* given) {
+PyObject* why_not_decode(PyObject*, PyObject* args) {
   int lstm = 0, backward = 0;
   long long B = 0, Tk = 0, F = 0, Dv = 0, H = 0, V = 0, T = 0;
-  if (!PyArg_ParseTuple(given, "ppLLLLLLL", &lstm, &backward, &B, &Tk, &F, &Dv, &H, &V, &T))
+  if (!PyArg_ParseTuple(args, "ppLLLLLLL", &lstm, &backward, &B, &Tk, &F, &Dv, &H, &V, &T))
     return nullptr;
-  const char* problem = nullptr;
+  bahdanau_fast::gpu::Decoder d;
+  d.lstm = lstm != 0, d.backward = backward != 0, d.H = H, d.V = V, d.T = T;
+  d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
   try {
-    problem = bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H, V, T);
+    return reason(bahdanau_fast::gpu::why_not_decode(d));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
-  if (problem == nullptr) Py_RETURN_NONE;
-  return PyUnicode_FromString(problem);
 }
 
 PyMethodDef functions[] = {
@@ -47,15 +50,8 @@ PyMethodDef functions[] = {
      "the current GPU, in 16 bits; None if nothing does."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT,
-                          "_C_cuda",
-                          "CUDA C++ kernels of bahdanau_fast.",
-                          -1,
-                          functions,
-                          nullptr,
-                          nullptr,
-                          nullptr,
-                          nullptr};
+PyModuleDef definition{PyModuleDef_HEAD_INIT, "_C_cuda", "CUDA C++ kernels of bahdanau_fast.", -1,
+                       functions};
 
 }  // namespace
 

@@ -23,18 +23,18 @@ Tensor new_counts(Inputs& in, const MaybeTensor& lens, const MaybeTensor& mask) 
   return counts;
 }
 
-// Without w_q or w_k queries or keys are projected already. A recorded call gives what backward
-// takes, too; what there is not of it has no elements. Backward projects the keys again, since a
-// loop would keep them at each step.
+// Without w_q or w_k queries or keys are projected already. A recorded call also returns what
+// backward takes; unused results have no elements. Backward projects the keys again, since a loop
+// would save them at every step.
 template <bool recorded>
 auto attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
                MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
                MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
                MaybeTensor keys_max, MaybeTensor seed, double dropout_p, int64_t activation, double,
                bool need_weights, bool, int64_t backend, bool narrow) {
-  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
-             keys_max, seed, dropout_p, activation, backend},
-            !recorded, std::nullopt, std::nullopt);
+  Inputs in({queries, keys, values, w_v, valid_lens, mask, table, keys_max, seed, dropout_p, false,
+             w_q, w_k, bias, features, w_f, activation, backend},
+            !recorded);
   const Problem& p = in.problem;
   need_weights |= recorded;
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
@@ -50,9 +50,8 @@ auto attention(const Tensor& queries, const Tensor& keys, const Tensor& values, 
   else
     in.kernels->forward(in.forward, in.device, in.memory());
   if constexpr (recorded) {
-    const auto none = [&] { return in.new_tensor({0}, in.dtype); };
-    return std::make_tuple(context, weights, *counts, in.projected ? *in.projected : none(),
-                           none());
+    return std::make_tuple(context, weights, *counts, in.projected ? *in.projected : in.none(),
+                           in.none());
   } else {
     return std::make_tuple(context, weights);
   }
@@ -75,11 +74,12 @@ bool any(const Needed& needed) { return needed[0] || needed[1] || needed[2]; }
 // From the gradient of the projected rows (B,n,H), by torch's products as in plain code.
 Grads through_projection(const Inputs& in, const Tensor& grad, const Tensor& rows,
                          const MaybeTensor& weight, const Needed& needed) {
-  const auto none = [&] { return in.new_tensor({0}, in.dtype); };
-  if (!weight.has_value()) return {grad, none(), none()};
-  return {
-      needed[0] ? times(grad, *weight) : none(), needed[1] ? sum_of_products(grad, rows) : none(),
-      needed[2] ? torch::stable::sum(grad, std::vector<int64_t>{0, 1}, false, in.dtype) : none()};
+  Grads grads{grad, in.none(), in.none()};
+  if (!weight.has_value()) return grads;
+  grads.rows = needed[0] ? times(grad, *weight) : in.none();
+  if (needed[1]) grads.weight = sum_of_products(grad, rows);
+  if (needed[2]) grads.bias = torch::stable::sum(grad, std::vector<int64_t>{0, 1}, false, in.dtype);
+  return grads;
 }
 
 // The products with the values are torch's, in the dtype of the inputs, as in plain code.
@@ -112,17 +112,17 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
                    MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
                    MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
                    int64_t activation, double, int64_t backend) {
-  Inputs in({queries, keys, values, w_v, w_q, w_k, bias, features, w_f, valid_lens, mask, table,
-             keys_max, seed, dropout_p, activation, backend},
+  Inputs in({queries, keys, values, w_v, valid_lens, mask, table, keys_max, seed, dropout_p, false,
+             w_q, w_k, bias, features, w_f, activation, backend},
             false, projected_queries, projected_keys);
   const Problem& p = in.problem;
-  const auto asked = [&](const MaybeTensor& given, int64_t bit) {
-    return given.has_value() && (needs & bit) != 0;
+  const auto needed = [&](const MaybeTensor& input, int64_t bit) {
+    return input.has_value() && (needs & bit) != 0;
   };
-  const Needed of_queries{(needs & need_queries) != 0, asked(w_q, need_w_q), false};
-  const Needed of_keys{(needs & need_keys) != 0, asked(w_k, need_w_k), asked(bias, need_bias)};
-  Tensor grad_q = in.new_tensor({p.B, p.Tq, p.H}, in.dtype, any(of_queries));
-  Tensor grad_k = in.new_tensor({p.B, p.Tk, p.H}, in.dtype, any(of_keys));
+  const Needed q_needs{(needs & need_queries) != 0, needed(w_q, need_w_q), false};
+  const Needed k_needs{(needs & need_keys) != 0, needed(w_k, need_w_k), needed(bias, need_bias)};
+  Tensor grad_q = in.new_tensor({p.B, p.Tq, p.H}, in.dtype, any(q_needs));
+  Tensor grad_k = in.new_tensor({p.B, p.Tk, p.H}, in.dtype, any(k_needs));
   Tensor grad_values = in.new_tensor({p.B, p.Tk, p.Dv}, in.dtype, needs & need_values);
   Tensor grad_w = in.new_tensor(gradient_shape(w_v, needs & need_w), in.dtype);
   const ScalarType type = weights.scalar_type() == in.dtype ? in.dtype : ScalarType::Float;
@@ -133,8 +133,8 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
   g.narrow = type == in.dtype;
   g.grad_context = in.view_like(grad_context, in.dtype, "grad_context", p.Dv);
   g.grad_weights = in.view_like(grad_weights, type, "grad_weights", p.Tk);
-  g.grad_queries = data_or_null(grad_q, any(of_queries));
-  g.grad_keys = data_or_null(grad_k, any(of_keys));
+  g.grad_queries = data_or_null(grad_q, any(q_needs));
+  g.grad_keys = data_or_null(grad_k, any(k_needs));
   g.grad_values = data_or_null(grad_values, needs & need_values);
   g.grad_w = data_or_null(grad_w, needs & need_w);
   if (p.empty() || p.H == 0)
@@ -143,17 +143,9 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
     torch::stable::zero_(grad_values);
   else if (!in.kernels->backward(g, in.device, in.memory()))
     in_several(in, g, values, grad_context, &grad_values);
-  const Grads q = through_projection(in, grad_q, queries, w_q, of_queries);
-  const Grads k = through_projection(in, grad_k, keys, w_k, of_keys);
-  return {q.rows,
-          k.rows,
-          grad_values,
-          grad_w,
-          q.weight,
-          k.weight,
-          k.bias,
-          in.new_tensor({0}, in.dtype),
-          in.new_tensor({0}, in.dtype)};
+  const Grads q = through_projection(in, grad_q, queries, w_q, q_needs);
+  const Grads k = through_projection(in, grad_k, keys, w_k, k_needs);
+  return {q.rows, k.rows, grad_values, grad_w, q.weight, k.weight, k.bias, in.none(), in.none()};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {

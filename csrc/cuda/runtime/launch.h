@@ -17,8 +17,7 @@ namespace bahdanau_fast::gpu {
 constexpr int64_t kUsualShared = 48 * 1024, kSharedLimit = 96 * 1024;
 
 // A launch of a kernel with one argument, its parameters by value. The grid is one-dimensional. The
-// blocks of a cluster are neighbours, run at the same time and can access each other's shared
-// memory.
+// blocks of a cluster are neighbours, run at the same time and can access all its shared memory.
 struct Launch {
   const char* name;
   int64_t blocks;
@@ -95,21 +94,21 @@ void launch(void (*kernel)(P), const Launch& at, const P& p) {
 // What keeps a kernel from running on the current GPU; null if nothing does.
 template <class P>
 const char* why_not(void (*kernel)(P)) {
-  cudaFuncAttributes found{};
-  const cudaError_t error = cudaFuncGetAttributes(&found, kernel);
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
   if (error == cudaSuccess) return nullptr;
   (void)cudaGetLastError();
   return cudaGetErrorString(error);
 }
 
-// How many blocks, at most 8, the current GPU has room for in a cluster of a kernel, each with all
-// the shared memory that it may have. 1 if the kernel was compiled for less than 9.0: code for 8.0
+// How many blocks, at most 8, the current GPU has room for in a cluster of a kernel, with all the
+// shared memory that they may have. 1 if the kernel was compiled for less than 9.0: code for 8.0
 // that the driver compiles for a later GPU has no clusters.
 template <class P>
 int largest_cluster(void (*kernel)(P), int threads) {
-  cudaFuncAttributes found{};
-  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
-  if (found.ptxVersion < 90) return 1;
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  if (attributes.ptxVersion < 90) return 1;
   allow_shared_memory(kernel, "cudaFuncSetAttribute");
   for (int blocks = 8; blocks > 1; blocks /= 2) {
     const LaunchConfig config({"", blocks, threads, kSharedLimit, nullptr, blocks});
@@ -131,10 +130,6 @@ int blocks_of_multiprocessor(void (*kernel)(P), int threads, int64_t shared, int
                                                            static_cast<size_t>(shared)),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return blocks;
-}
-
-inline void fill_zero(void* p, int64_t bytes, void* stream) {
-  check_cuda(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
 }
 
 }  // namespace bahdanau_fast::gpu

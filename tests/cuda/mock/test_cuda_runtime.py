@@ -144,7 +144,7 @@ def test_clusters_are_those_of_the_kernels_of_a_dtype(gpu):
 def test_a_launch_projects_queries_where_w_q_is_small(gpu, sizes, cluster, inside):
     gpu.set_gpu(largest_cluster=cluster)
     launch, *_ = launches(step(gpu, **sizes))
-    w_q, features = numbers(launch, PROBLEM + 56, 2)
+    w_q, features = numbers(launch, PROBLEM, 2)
     assert (w_q != 0) == inside
     assert not inside or features == sizes["features"]
 
@@ -197,14 +197,19 @@ SHAPES = (*LIST, *STEPS_ON_MEMORY)
 # Multiprocessors and the largest cluster: A100, RTX 4090, H100 and H200, B200.
 GPUS = {"108": (108, 1), "128": (128, 1), "132": (132, 8), "148": (148, 8)}
 DTYPES = (torch.float32, torch.bfloat16)
-# Bytes of the struct Problem, and where the numbers (splits, split) of a kernel's argument are.
-PROBLEM = 216
-SPLITS = {"decode_forward": PROBLEM + 96, "grad_values": PROBLEM, "grad_keys": PROBLEM}
+# Bytes of the structs Problem, Forward and Gradients, and where the numbers (splits, split) of a
+# kernel's argument are.
+PROBLEM, FORWARD_BYTES, GRADIENTS = 216, 272, 88
+SPLITS = {
+    "decode_forward": FORWARD_BYTES + 80,
+    "grad_values": GRADIENTS + PROBLEM,
+    "grad_keys": GRADIENTS + PROBLEM,
+}
 
 
 def rows_of(launch, largest_cluster):
     """The blocks that the rows of a launch take, each in splits, which hold every key once."""
-    B, _, Tk = numbers(launch, 0, 3)
+    B, _, Tk = numbers(launch, GRADIENTS if "grad" in kernel_of(launch) else 0, 3)
     at = SPLITS[kernel_of(launch)]
     splits, split = numbers(launch, at, 2)
     assert (splits - 1) * split < Tk <= splits * split  # no split is empty, no key left

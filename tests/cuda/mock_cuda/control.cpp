@@ -5,7 +5,6 @@
 
 #include "cuda/kernels/persistent_plan.h"
 #include "cuda/kernels/types.h"
-#include "cuda/op/decoder.h"
 #include "mock.h"
 
 using namespace bahdanau_fast::mock;
@@ -87,16 +86,19 @@ void mock_clusters(int on) { bahdanau_fast::gpu::clusters_on = on != 0; }
 const char* mock_why_not() { return bahdanau_fast::gpu::kernels_f32.why_not(); }
 const char* mock_why_not_decode(int lstm, int backward, int64_t B, int64_t Tk, int64_t F,
                                 int64_t Dv, int64_t H, int64_t V, int64_t T) {
-  return bahdanau_fast::gpu::why_not_decode(lstm != 0, backward != 0, B, Tk, F, Dv, H, V, T);
+  bahdanau_fast::gpu::Decoder d;
+  d.lstm = lstm != 0, d.backward = backward != 0, d.H = H, d.V = V, d.T = T;
+  d.p.B = B, d.p.Tq = 1, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
+  return bahdanau_fast::gpu::why_not_decode(d);
 }
 // The plan for a GPU of so many blocks and bytes: groups, blocks, rows, sentences, units, hidden,
 // features, resident, bytes.
 void mock_plan(int lstm, int backward, int64_t B, int64_t Tk, int64_t F, int64_t Dv, int64_t H,
                int64_t blocks, int64_t shared, int* found) {
   bahdanau_fast::gpu::Decoder d;
-  d.lstm = lstm != 0, d.H = H;
+  d.lstm = lstm != 0, d.backward = backward != 0, d.H = H;
   d.p.B = B, d.p.Tk = Tk, d.p.H = F, d.p.Dv = Dv;
-  const auto plan = bahdanau_fast::gpu::plan_persistent(d, backward != 0, blocks, shared);
+  const auto plan = bahdanau_fast::gpu::plan_persistent(d, blocks, shared);
   const int all[] = {plan.groups, plan.blocks,   plan.rows,     plan.sentences, plan.units,
                      plan.hidden, plan.features, plan.resident, plan.bytes};
   std::copy(std::begin(all), std::end(all), found);
