@@ -199,9 +199,9 @@ PARTS = {
         "mask_infinite": lambda x, mask: x.masked_fill(~mask, -math.inf).softmax(-1),
         "mask_in_place": lambda x, mask: F.softmax(x.masked_fill_(mask == 0, -1e10), dim=1),
         "mask_where": lambda x, mask: torch.where(mask, x, torch.full_like(x, -1e10)).softmax(1),
-        "mask_where_scalar": lambda x, mask: (
-            torch.where(mask, x, torch.tensor(-math.inf, dtype=x.dtype)).softmax(1)
-        ),
+        "mask_where_scalar": lambda x, mask: torch.where(
+            mask, x, torch.tensor(-math.inf, dtype=x.dtype)
+        ).softmax(1),
         "mask_where_not": lambda x, mask: torch.where(~mask, torch.tensor(-1e9), x).softmax(1),
         "mask_float": lambda x, mask: (x + (1.0 - mask.to(x.dtype)) * -1e9).softmax(1),
         "mask_log": lambda x, mask: torch.softmax(x + mask.to(x.dtype).log(), 1),
