@@ -20,7 +20,7 @@ from bahdanau_fast import backends, parity
 from bahdanau_fast.check.calls import Case
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
-from bahdanau_fast.modules.decoder_loop import decode_greedily
+from bahdanau_fast.modules.decoder_loop import SpecialTokens, decode_greedily
 
 __all__ = ["Prepared", "Problem", "Way", "Worst", "attention", "decoder", "judged", "judged_tokens"]
 
@@ -29,8 +29,7 @@ _DRAWS = 4
 # Of a decoder: rows, steps, keys, features of an input, of the values, of everything else; tokens.
 _B, _T, _TK, _E, _DV, _H, _V = 3, 6, 20, 16, 32, 64, 48
 _MOST = 12  # steps in which tokens are written
-# Tokens: the first input, what ends a row, the padding after it.
-_MARKS = 1, 2, 0
+_SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 
 
 class Prepared(NamedTuple):
@@ -200,7 +199,7 @@ def _tokens(
     cls: Cell,
     seed: int, backend: str, dtype: torch.dtype, device: str,
 ) -> tuple[Worst, Worst]:  # fmt: skip
-    first, last, blank = _MARKS
+    first, last, blank = _SPECIAL
 
     def drawn(dtype_of: torch.dtype, place: str) -> tuple[Any, ...]:
         layers: Any = _module(cls, seed)
@@ -230,7 +229,7 @@ def _tokens(
             memory = attention.memory(*of_memory)
             written = decode_greedily(
                 (attention, rnn, layers["embedding"], layers["dense"]),
-                *(state, memory, _MARKS, [], _MOST),
+                *(state, memory, _SPECIAL, [], _MOST),
             )
         assert written is not None
         tokens, weights = (x.cpu() for x in written)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.decoder_loop import attend_step, decode_given, decode_greedily
+from bahdanau_fast.modules.decoder_loop import (
+    SpecialTokens,
+    attend_step,
+    decode_given,
+    decode_greedily,
+)
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD
@@ -61,14 +66,14 @@ class StepDecoder(Decoder):
         raise NotImplementedError(f"{type(self).__name__} must define step(embedded, ...)")
 
     def write(
-        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+        self, hidden: Hidden, memory: Any, banned_tokens: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
         """Greedy decoding in one call, if the decoder supports it.
 
         Args:
             hidden: (L,B,H), for an LSTM a pair of those.
             memory: of the B sources, from :meth:`memory`.
-            left_out: tokens that are never written.
+            banned_tokens: tokens that are never written.
             max_steps: the longest target.
 
         Returns:
@@ -176,13 +181,14 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         return attend_step(self.attention, self.rnn, embedded, hidden, memory)
 
     def write(
-        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+        self, hidden: Hidden, memory: Any, banned_tokens: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
         """Greedy decoding in one call; see :meth:`StepDecoder.write`."""
         if type(self).step is not Seq2SeqAttentionDecoder.step:
             return None
         layers = (self.attention, self.rnn, self.embedding, self.dense)
-        return decode_greedily(layers, hidden, memory, (BOS, EOS, PAD), left_out, max_steps)
+        special = SpecialTokens(BOS, EOS, PAD)
+        return decode_greedily(layers, hidden, memory, special, banned_tokens, max_steps)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
         """Decode given tokens.
