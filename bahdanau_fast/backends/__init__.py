@@ -22,7 +22,10 @@ from bahdanau_fast.backends.cpu import CPU
 from bahdanau_fast.backends.cuda import CUDA
 from bahdanau_fast.backends.reference import REFERENCE
 from bahdanau_fast.backends.route import (
+    Cells,
     DecoderFacts,
+    DecoderRoute,
+    Generation,
     Route,
     choose_backend,
     is_step,
@@ -38,6 +41,9 @@ from bahdanau_fast.reference import TANH
 __all__ = [
     "BACKENDS",
     "Backend",
+    "Cells",
+    "DecoderRoute",
+    "Generation",
     "Route",
     "available",
     "decide",
@@ -197,32 +203,32 @@ def decide_decoder(
     dtype: torch.dtype,
     projected_keys: Tensor,
     values: Tensor,
-    cells: tuple[bool, int, int, int],
+    cells: Cells,
     steps: int,
-    tokens: tuple[int, int] = (0, 0),
-) -> tuple[str | None, torch.dtype | None, str]:
-    """What :func:`route.route_decoder` says of a decoder, the backend in front of its words.
+    generation: Generation | None = None,
+) -> DecoderRoute:
+    """The route of a decoder; its reason begins with the backend.
 
     Args:
         plain: as in :class:`route.DecoderFacts`.
         dtype: of the inputs.
         projected_keys: (B,Tk,F).
         values: (B,Tk,Dv).
-        cells: whether they are an LSTM's, layers, H and the size of what goes into the first.
-        steps: of given inputs, else 0.
-        tokens: how many there are, and the most that are written to a row; none if inputs are
-            given.
+        cells: without sizes unless ``plain``.
+        steps: of the inputs; 0 in a generation.
+        generation: of greedy decoding, None with inputs.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
-    (lstm, layers, units, below), device = cells, values.device
-    records = torch.is_grad_enabled() and not tokens[0]
+    device, layers, units = values.device, cells.layers, cells.units
+    records = torch.is_grad_enabled() and generation is None
 
     def problem() -> str | None:
         sizes = projected_keys.shape[2], values.shape[2], units
-        given = *values.shape[:2], *(padded(size, device.type) for size in sizes), *tokens
-        return availability.one_launch_problem(device, lstm, records, given)
+        shape = *values.shape[:2], *(padded(size, device.type) for size in sizes)
+        tokens = generation or (0, 0)
+        return availability.one_launch_problem(device, cells.lstm, records, (*shape, *tokens))
 
     step = is_step(False, 1, projected_keys.shape[2], general=False)
     dtypes = {dtype, projected_keys.dtype, values.dtype}
@@ -242,11 +248,13 @@ def decide_decoder(
         records=records,
         steps=steps,
         batch=values.shape[0],
-        recurrent_weights=(4 if lstm else 3) * units * (below + (2 * layers - 1) * units),
+        recurrent_weights=(4 if cells.lstm else 3)
+        * units
+        * (cells.input_size + (2 * layers - 1) * units),
         problem=problem,
     )
-    loop, found, why = route_decoder(facts)
-    return loop, found, f"{facts.backend}: {why}"
+    route = route_decoder(facts)
+    return route._replace(reason=f"{route.backend}: {route.reason}")
 
 
 def _requested(name: str | None) -> str | None:

@@ -15,7 +15,10 @@ from bahdanau_fast import checks
 from bahdanau_fast.backends.backend import Backend, Facts
 
 __all__ = [
+    "Cells",
     "DecoderFacts",
+    "DecoderRoute",
+    "Generation",
     "Route",
     "choose_backend",
     "is_gpu_step",
@@ -195,12 +198,42 @@ class DecoderFacts(NamedTuple):
     problem: Callable[[], str | None]
 
 
-def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, str]:
-    """How all steps of a decoder are computed: the loop, the dtype, and why.
+class Cells(NamedTuple):
+    """The recurrent layers of a decoder."""
 
-    The loop is the backend that attends in a loop over the steps, or None: all are one operator,
-    on a GPU one launch. There is no dtype where steps are calls of the layers, one by one.
+    lstm: bool = False
+    layers: int = 0
+    units: int = 0  # H
+    input_size: int = 0  # of the first layer
+
+
+class Generation(NamedTuple):
+    """Greedy decoding, whose inputs are the tokens before."""
+
+    vocabulary: int
+    max_steps: int
+
+
+class DecoderRoute(NamedTuple):
+    """How all steps of a decoder are computed.
+
+    Kinds: "one operator" takes all steps, on a GPU as "one launch"; in "a loop of launches" the
+    backend attends and no layer is called; "step by step" calls the layers.
     """
+
+    kind: str
+    backend: str  # that serves its attention
+    dtype: torch.dtype | None  # that operators or launches compute in
+    reason: str  # in words
+
+    @property
+    def loop_backend(self) -> str | None:
+        """The backend that attends in a loop of launches; None where there is no such loop."""
+        return self.backend if self.kind == "a loop of launches" else None
+
+
+def route_decoder(facts: DecoderFacts) -> DecoderRoute:
+    """How all steps of a decoder are computed."""
     dtype, *others = facts.dtypes
     of_cpu = facts.backend == "cpu"
     if of_cpu and facts.autocast:  # more exact, and one operator in fp32 is the faster way
@@ -217,9 +250,10 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
         (not facts.plain, "a layer is more than its parameters"),
     )
     if why is not None:
-        return None, None, f"step by step: {why}"
+        return DecoderRoute("step by step", facts.backend, None, f"step by step: {why}")
     if of_cpu:
-        return None, dtype, "one operator: its C++ takes all steps"
+        reason = "one operator: its C++ takes all steps"
+        return DecoderRoute("one operator", facts.backend, dtype, reason)
     why = _first(
         (facts.backend != "cuda", "CUDA C++ alone has it"),
         (dtype.itemsize > 2, f"it has no {dtype}"),
@@ -227,8 +261,10 @@ def route_decoder(facts: DecoderFacts) -> tuple[str | None, torch.dtype | None, 
     )
     why = why or facts.problem()
     if why is None:
-        return None, dtype, "one launch: all that a step needs stays on the GPU"
-    return facts.backend, dtype, f"a loop of launches, no layer called; not one launch: {why}"
+        reason = "one launch: all that a step needs stays on the GPU"
+        return DecoderRoute("one launch", facts.backend, dtype, reason)
+    reason = f"a loop of launches, no layer called; not one launch: {why}"
+    return DecoderRoute("a loop of launches", facts.backend, dtype, reason)
 
 
 def _has_few_steps(facts: DecoderFacts) -> bool:

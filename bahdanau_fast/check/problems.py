@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, parity
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
-from bahdanau_fast.modules.decoder_loop import decode_greedily
+from bahdanau_fast.modules.decoder_loop import SpecialTokens, decode_greedily
 
 __all__ = ["CASES", "Case", "CheckProblem", "Prepared", "Way", "Worst", "attention", "decoder",
            "in_words", "once", "worst", "worst_token"]  # fmt: skip
@@ -29,8 +29,7 @@ _DRAWS = 4
 # Of a decoder: rows, steps, keys, features of an input, of the values, of everything else; tokens.
 _B, _T, _TK, _E, _DV, _H, _V = 3, 6, 20, 16, 32, 64, 48
 _MOST = 12  # steps in which tokens are written
-# Tokens: the first input, what ends a row, the padding after it.
-_MARKS = 1, 2, 0
+_SPECIAL = SpecialTokens(bos=1, eos=2, pad=0)
 
 
 class Prepared(NamedTuple):
@@ -267,7 +266,7 @@ def worst_token(cls: Cell, backend: str, dtype: torch.dtype, device: str) -> Wor
 
 
 def _tokens(cls: Cell, seed: int, backend: str, dtype: torch.dtype, device: str) -> Worst:
-    first, last, blank = _MARKS
+    first, last, blank = _SPECIAL
 
     def drawn(dtype_of: torch.dtype, on: str) -> tuple[Any, ...]:
         layers: Any = _module(cls, seed)
@@ -295,7 +294,7 @@ def _tokens(cls: Cell, seed: int, backend: str, dtype: torch.dtype, device: str)
         with backends.use(backend):
             written = decode_greedily(
                 (attention, rnn, layers["embedding"], layers["dense"]),
-                *(state, attention.memory(*memory), _MARKS, [], _MOST),
+                *(state, attention.memory(*memory), _SPECIAL, [], _MOST),
             )
         assert written is not None
         tokens, weights = (x.cpu() for x in written)

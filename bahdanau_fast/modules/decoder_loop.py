@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,18 @@ from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
 from bahdanau_fast.ops import decode
+from bahdanau_fast.ops.decode import SpecialTokens
 from bahdanau_fast.ops.dropout import dropout_seed
 
-__all__ = ["attend_step", "decode_given", "decode_greedily", "explain"]
+__all__ = ["SpecialTokens", "attend_step", "decode_given", "decode_greedily", "explain"]
 
 
 class Sequence(NamedTuple):
-    """The results of a decoder for given inputs."""
+    """The results of a decoder."""
 
     features: Tensor  # (T,B,H), the states of the top layer
     weights: Tensor  # (T,B,Tk)
-    hidden: Any  # (L,B,H), the last states, for an LSTM a pair of those
+    hidden: Any  # (L,B,H), the last states; of an LSTM a pair: states, cells
 
 
 def attend_step(
@@ -83,7 +84,7 @@ def _breaks_graphs() -> bool:
     return True
 
 
-# Asked while code is compiled, as backends.why_not.
+# Called while code is compiled, as backends.why_not.
 _breaks_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -96,17 +97,17 @@ def _decode_given(
     step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None,
 ) -> Sequence:
     if step is None:
-        loop, dtype = _operator(attention, rnn, inputs.dtype, memory, len(inputs))[:2]
-        if dtype is not None:
-            return _decode(loop, dtype, attention, rnn, inputs, hidden, memory)
+        route = _operator(attention, rnn, inputs.dtype, memory, len(inputs))
+        if route.kind != "step by step":
+            return _decode(route, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
         if memory.maker is None:
             memory = attention._shared(memory)
     features, weights = [], []
-    for of_step in inputs.unbind(0):
-        feature, looked, hidden = step(of_step, hidden, memory)
+    for step_inputs in inputs.unbind(0):
+        feature, step_weights, hidden = step(step_inputs, hidden, memory)
         features.append(feature)
-        weights.append(looked.squeeze(1))
+        weights.append(step_weights.squeeze(1))
     return Sequence(torch.stack(features), torch.stack(weights), hidden)
 
 
@@ -117,11 +118,11 @@ def decode_greedily(
     layers: tuple[Any, nn.Module, nn.Module, nn.Module],
     hidden: Any,
     memory: Memory,
-    marks: tuple[int, int, int],
-    left_out: list[int],
+    special: SpecialTokens,
+    banned_tokens: list[int],
     max_steps: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Tokens (B,T) and weights (B,T,Tk) until all rows end, by one operator; None if not by it."""
+    """Tokens (B,T) and weights (B,T,Tk) until all rows end; None where that takes single steps."""
     attention, rnn, embedding, dense = layers
     if not (
         type(embedding) is nn.Embedding
@@ -132,19 +133,22 @@ def decode_greedily(
         and embedding.weight.dtype == dense.weight.dtype
     ):
         return None
-    tokens = len(embedding.weight), max_steps
-    loop, dtype = _operator(attention, rnn, embedding.weight.dtype, memory, 0, tokens)[:2]
+    weight, generation = embedding.weight, backends.Generation(len(embedding.weight), max_steps)
+    route = _operator(attention, rnn, weight.dtype, memory, 0, generation)
+    dtype = route.dtype
     if dtype is None:
         return None
-    of, rest = _inputs(dtype, attention, rnn, embedding.weight, hidden, memory)
+    inputs, constants = _inputs(dtype, attention, rnn, weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
-    of_dense = dense.weight.to(dtype), bias.to(dtype)
-    return decode.decode_greedily(of, rest, dtype, of_dense, left_out, marks, max_steps, loop)
+    output = decode.OutputLayer(dense.weight.to(dtype), bias.to(dtype))
+    return decode.decode_greedily(
+        inputs, constants, dtype, output, banned_tokens, special, max_steps, route.loop_backend
+    )
 
 
 def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
     """How all steps of inputs (T,B,E) would be computed, and why."""
-    return _operator(attention, rnn, inputs.dtype, memory, len(inputs))[2]
+    return _operator(attention, rnn, inputs.dtype, memory, len(inputs)).reason
 
 
 def _operator(
@@ -153,8 +157,8 @@ def _operator(
     dtype: torch.dtype,
     memory: Memory,
     steps: int,
-    tokens: tuple[int, int] = (0, 0),
-) -> tuple[str | None, torch.dtype | None, str]:
+    generation: backends.Generation | None = None,
+) -> backends.DecoderRoute:
     """As :func:`backends.decide_decoder`."""
     plain = (
         type(attention) is AdditiveAttention
@@ -168,11 +172,12 @@ def _operator(
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    cells = False, 0, 0, 0
+    cells, layer = backends.Cells(), cast(nn.RNNBase, rnn)
     if plain:
-        cells = type(rnn) is nn.LSTM, rnn.num_layers, rnn.hidden_size, rnn.input_size  # type: ignore[assignment]
+        lstm = type(rnn) is nn.LSTM
+        cells = backends.Cells(lstm, layer.num_layers, layer.hidden_size, layer.input_size)
     keys, values = memory.projected.keys, memory.values
-    return backends.decide_decoder(plain, dtype, keys, values, cells, steps, tokens)
+    return backends.decide_decoder(plain, dtype, keys, values, cells, steps, generation)
 
 
 def _inputs(
@@ -182,14 +187,14 @@ def _inputs(
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
-) -> tuple[decode.DecoderInputs, decode.Rest]:
+) -> tuple[decode.DecoderInputs, decode.NonDifferentiable]:
     """What all steps take, without dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     lens = memory.valid_lens
     projected = memory.projected
     if projected.keys.dtype is not dtype:
         projected = project(projected.keys.to(dtype), projected.table is not None)
-    of = decode.DecoderInputs(
+    tensors = decode.DecoderInputs(
         inputs=inputs,
         hidden=h,
         cell=c,
@@ -201,29 +206,30 @@ def _inputs(
     )
     if lens is not None and lens.dim() == 2:  # of one query
         lens = lens.squeeze(1)
-    return of, decode.Rest(projected.table, projected.keys_max, lens, memory.mask)
+    table, keys_max = projected.table, projected.keys_max
+    return tensors, decode.NonDifferentiable(table, keys_max, lens, memory.mask)
 
 
 def _decode(
-    loop: str | None,
-    dtype: torch.dtype,
+    route: backends.DecoderRoute,
     attention: AdditiveAttention,
     rnn: nn.GRU | nn.LSTM,
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
 ) -> Sequence:
-    of, rest = _inputs(dtype, attention, rnn, inputs, hidden, memory)
-    masks = None
+    dtype, masks = route.dtype, None
+    assert dtype is not None
+    tensors, constants = _inputs(dtype, attention, rnn, inputs, hidden, memory)
     if rnn.training and rnn.dropout > 0.0 and rnn.num_layers > 1:
         shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
         masks = nn.functional.dropout(inputs.new_ones(shape, dtype=dtype), rnn.dropout)
     dropout_p = plain_dropout(attention.dropout) or 0.0
     seed = dropout_seed(dropout_p, inputs)
-    rest = rest._replace(masks=masks, seed=seed, dropout_p=dropout_p)
-    decoded = decode.decode(of, rest, _dtypes(rnn, inputs, dtype), loop)
+    constants = constants._replace(masks=masks, seed=seed, dropout_p=dropout_p)
+    decoded = decode.decode(tensors, constants, _dtypes(rnn, inputs, dtype), route.loop_backend)
     keep(attention, decoded.weights[-1].unsqueeze(1))
-    last = decoded.hidden if of.cell is None else (decoded.hidden, decoded.cell)
+    last = decoded.hidden if tensors.cell is None else (decoded.hidden, decoded.cell)
     return Sequence(decoded.features, decoded.weights, last)
 
 
@@ -234,6 +240,6 @@ def _dtypes(rnn: nn.Module, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes
         return decode.Dtypes(dtype, dtype, dtype)
     if not inputs.is_cpu:
         return decode.Dtypes(dtype, autocast, torch.float32)
-    # On the CPU a GRU's state is added up in its own dtype; an LSTM is an operator of autocast's.
-    own = torch.promote_types(autocast, inputs.dtype) if type(rnn) is nn.GRU else autocast
-    return decode.Dtypes(dtype, own, autocast)
+    # On the CPU a GRU adds up its state in the dtype of the inputs; autocast knows an LSTM.
+    states = torch.promote_types(autocast, inputs.dtype) if type(rnn) is nn.GRU else autocast
+    return decode.Dtypes(dtype, states, autocast)

@@ -4,28 +4,28 @@
 
 ===========================  ===================================================================
 ``exp_keys``                 table of exp(2 c) (or expm1(2 c) where every c is small) and max|c| per
-                             row; ``precise`` where gradients may be asked for
+                             row; ``precise`` where gradients may be needed
 ``attention``                context, and weights in no less than fp32, or ``narrow``, in the dtype
                              of the context; without ``w_q`` or ``w_k`` queries or keys (B,T,H) are
-                             projected. ``precise`` where gradients may be asked for
+                             projected. ``precise`` where gradients may be needed
 ``attention.recorded``       and what backward takes: how many keys the lengths leave, int32 of
                              their shape, without a mask; the projected queries; on the CPU the
-                             projected keys. What there is not of these is (0,)
-``attention_backward``       the gradients, from weights in either dtype; what is projected inside
-                             and not given is projected again. ``attention_backward.onto`` adds that
-                             of projected keys to a sum
-``attend_backward_queries``  that of projected queries alone, with what the others can be taken from
-                             later: gradients of the scores, and the weights after dropout (empty
-                             without); without features
-``attend_backward_keys``     the others, of many steps at once, from those
+                             projected keys. A result that does not apply has shape (0,)
+``attention_backward``       the gradients, from weights in either dtype; projects again unless it
+                             takes the projections. ``attention_backward.onto`` adds the gradient of
+                             projected keys to a sum
+``attend_backward_queries``  the gradient of projected queries alone, and the inputs of
+                             ``attend_backward_keys``: gradients of the scores, and the weights
+                             after dropout (empty without); without features
+``attend_backward_keys``     the gradients of projected keys, values and w_v, of many steps at once
 ``attend_scores``            the scores of projected queries and keys, in no less than fp32
 ``attend_scores_backward``   their gradients
 ``fingerprint``              two numbers that stand for the bytes of keys, weight and bias in this
                              process
 ===========================  ===================================================================
 
-Matrix libraries project more than a few rows faster: on the CPU ``attention`` is given raw inputs
-where a call costs more than what it computes, and on GPUs, where it takes their products itself.
+Matrix libraries project more than a few rows faster: on the CPU ``attention`` takes raw inputs
+where a call costs more than what it computes, and on GPUs, where it launches the same products.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from bahdanau_fast.reference import Inside
 
 __all__ = [
     "NEED",
+    "InputGrads",
     "attend_scores",
     "attention",
     "attention_backward",
@@ -60,14 +61,29 @@ __all__ = [
 #: What ``attention`` is differentiated by, in its order.
 INPUTS = ("queries", "keys", "values", "w_v", "w_q", "w_k", "bias", "features", "w_f")
 #: Bits of `needs`: which gradients a backward is to compute.
-NEED = {name: 1 << place for place, name in enumerate(INPUTS)}
+NEED = {name: 1 << index for index, name in enumerate(INPUTS)}
+
+
+class InputGrads(NamedTuple):
+    """The gradients of :data:`INPUTS`."""
+
+    queries: Tensor | None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    w_v: Tensor | None = None
+    w_q: Tensor | None = None
+    w_k: Tensor | None = None
+    bias: Tensor | None = None
+    features: Tensor | None = None
+    w_f: Tensor | None = None
+
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor w_v"
 _PROJECTIONS = "Tensor? w_q=None, Tensor? w_k=None, Tensor? bias=None"
 TABLE = "Tensor? table=None, Tensor? keys_max=None"
 LENS = "Tensor? valid_lens=None, Tensor? mask=None"
 _INSIDE = "Tensor? features=None, Tensor? w_f=None"
-#: A number for the place in :data:`checks.ACTIVATIONS`.
+#: The index in :data:`checks.ACTIVATIONS`.
 ACTIVATION = "int activation=0, float negative_slope=0.01"
 DROPOUT = "Tensor? seed=None, float dropout_p=0.0"
 _REST = f"{_INSIDE}, {LENS}, {TABLE}, {DROPOUT}, {ACTIVATION}"
@@ -98,16 +114,16 @@ def _gradients_fake(*names: str) -> Callable[..., list[Tensor]]:
     """Shapes of the gradients of these arguments, as the kernels give them."""
 
     def fake(needs: int, **named: Any) -> list[Tensor]:
-        made: list[Tensor] = []
+        grads: list[Tensor] = []
         for name in names:
             tensor, needed = named.get(name), needs & NEED[name]
             if tensor is None:
-                made.append(made[0].new_empty((0,)))
+                grads.append(grads[0].new_empty((0,)))
             elif name == "features" and needed:  # summed over neighbouring keys
-                made.append(tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2))
+                grads.append(tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2))
             else:
-                made.append(gradient_like(tensor, needed))
-        return made
+                grads.append(gradient_like(tensor, needed))
+        return grads
 
     return fake
 
@@ -150,13 +166,18 @@ def _attention_fake(queries: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
     return attend_fake(queries, **named)
 
 
+def _projects_again(keys: Tensor) -> bool:
+    """Whether backward projects the keys again: only the CPU's kernels save them."""
+    return keys.device.type != "cpu"
+
+
 def _recorded_fake(**named: Any) -> tuple[Tensor, ...]:
     queries, keys, lens = named["queries"], named["keys"], named["valid_lens"]
     counts = (0,) if lens is None or named["mask"] is not None else lens.shape
-    kept_keys = named["w_k"] if keys.device.type == "cpu" else None
+    saved_keys = None if _projects_again(keys) else named["w_k"]
     projected = (
         x.new_empty((0,) if w is None else (*x.shape[:2], w.shape[0]))
-        for x, w in ((queries, named["w_q"]), (keys, kept_keys))
+        for x, w in ((queries, named["w_q"]), (keys, saved_keys))
     )
     counted = queries.new_empty(counts, dtype=torch.int32)
     return (*_attention_fake(**named), counted, *projected)
@@ -184,23 +205,23 @@ def _scores_of(named: Named) -> tuple[Tensor]:
 
 
 def _scores_gradients(
-    saved: Sequence[Tensor], numbers: Sequence[Any], asked: tuple[bool, ...], grads: Any
+    saved: Sequence[Tensor], numbers: Sequence[Any], needed: tuple[bool, ...], grads: Any
 ) -> Sequence[Tensor | None]:
     if torch.is_grad_enabled():
 
         def scores(*tensors: Any) -> tuple[Tensor]:
             return _scores_of(attend_scores.named(*tensors, *numbers))
 
-        return differentiate_again(scores, saved, asked, grads)
-    needs = needs_of(_SCORED, asked)
-    found = attend_scores_backward.overload(grads[0], needs, *saved, *numbers)
-    return [grad if need else None for grad, need in zip(found, asked, strict=True)]
+        return differentiate_again(scores, saved, needed, grads)
+    needs = needs_of(_SCORED, needed)
+    input_grads = attend_scores_backward.overload(grads[0], needs, *saved, *numbers)
+    return [grad if need else None for grad, need in zip(input_grads, needed, strict=True)]
 
 
 def _needing(name: str, named: Named) -> tuple[str, ...]:
-    """The inputs whose gradients need the value of one of them."""
+    """The inputs whose gradients need the value of ``name``."""
     through = tuple(other for other in INPUTS if other not in ("values", "w_v"))
-    again = named["keys"].device.type != "cpu"  # keys are projected again
+    again = _projects_again(named["keys"])
     weight = {"queries": "w_q", "keys": "w_k", "w_q": "queries", "w_k": "keys"}.get(name)
     if name == "w_v":
         return through
@@ -215,62 +236,91 @@ _OF_KEYS = ("keys", "w_k")
 
 
 def _gradients(
-    saved: Sequence[Any],
-    numbers: Sequence[Any],
+    arguments: Any,
+    results: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
     backend: str | None,
     shared: Any,
 ) -> Sequence[Tensor | None]:
-    count = len(attention.tensors)
-    tensors, (weights, *projected) = saved[:count], saved[count:]
-    is_left = shared is not None and tensors[7] is None and numbers[1] == 0
-    if not (is_left and shared.is_awaited()):
-        results = (weights, *(projected or (None, None)))
-        given = (*numbers[:3], numbers[5])
-        return attention_gradients(results, tensors, given, needs, grads, backend, shared)
-    of_projected = *tensors[:4], *tensors[9:], numbers[0]
+    plain_tanh = arguments.features is None and arguments.activation == 0
+    if shared is None or not (plain_tanh and shared.is_awaited()):
+        return attention_gradients(arguments, results, needs, grads, backend, shared)
+    weights: Tensor = results[0]
+    needs_queries = bool(needs & NEED["queries"])
     grad_queries, grad_scores, dropped = attend_backward_queries.now(
-        weights, *grads, bool(needs & 1), *of_projected
+        weights, *grads, needs_queries, *_queries_arguments(arguments)
     )
-    # Detached: a backward that fails half way leaves it there, and no graph is to hold itself.
-    dropped = dropped if numbers[0] > 0.0 else weights.detach()
-    lens, mask = tensors[9:11]
-    shared.left().steps.append((tensors[0], dropped, lens, mask, grads[0], grad_scores))
-    return (grad_queries, *[None] * 8)
+    shared.left().steps.append(
+        Step(
+            queries=arguments.queries,
+            # Detached: a backward that fails half way leaves it there, and no graph may hold
+            # itself.
+            weights=dropped if arguments.dropout_p > 0.0 else weights.detach(),
+            lens=arguments.valid_lens,
+            mask=arguments.mask,
+            grad_context=grads[0],
+            grad_scores=grad_scores,
+        )
+    )
+    return InputGrads(grad_queries)
+
+
+class Step(NamedTuple):
+    """A call whose share of the gradients of keys, values and w_v is computed with other calls'."""
+
+    queries: Tensor  # (B,Tq,H), projected
+    weights: Tensor  # (B,Tq,Tk), after dropout
+    lens: Tensor | None
+    mask: Tensor | None
+    grad_context: Tensor | None
+    grad_scores: Tensor
 
 
 def attention_gradients(
+    arguments: Any,
     results: Sequence[Any],
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
     backend: str | None,
     shared: Any,
-) -> Sequence[Tensor | None]:
-    """The nine gradients, those of keys and values added to the sums of a shared node if there are.
+) -> InputGrads:
+    """The nine gradients; a shared node adds up the gradients of keys and values, None here.
 
-    From weights, projected queries and keys; ``tensors`` of ``attention``; ``dropout_p`` and the
-    numbers of its backward; bits of :data:`NEED`; the gradients of context and weights.
+    From the arguments of ``attention``; its results from the weights on, all or the weights alone;
+    bits of :data:`NEED`; the gradients of context and weights.
     """
+    weights, *projected = results
+    grad_context, grad_weights, *_ = grads
     left = shared.left() if shared is not None and shared.is_awaited() else None
-    of_keys, of_values = NEED["keys"], NEED["values"]
-    found: Sequence[Any]
-    if left is not None and grads[0] is not None and needs & of_values and numbers[0] == 0.0:
-        left.weights.append(results[0].detach())
-        left.contexts.append(grads[0])
-        needs &= ~of_values
+    needs_keys, needs_values = needs & NEED["keys"], needs & NEED["values"]
+    if (
+        left is not None
+        and grad_context is not None
+        and needs_values
+        and arguments.dropout_p == 0.0
+    ):
+        left.weights.append(weights.detach())
+        left.contexts.append(grad_context)
+        needs_values = 0
+    needs = needs & ~(NEED["keys"] | NEED["values"]) | needs_values
     if left is not None and left.keys is not None:
-        given = results[0], *grads[:2], needs & ~of_keys, left.keys
-        found = attention_backward_onto.overload(*given, *tensors[:4], *tensors[7:], *numbers[:3])
+        input_grads = InputGrads(
+            *attention_backward_onto.overload(
+                weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
+            )
+        )
     else:
-        run = attention_backward.kernel(backend)
-        found = run(*results, *grads[:2], needs, *tensors, *numbers)
+        input_grads = InputGrads(
+            *attention_backward.kernel(backend)(
+                *(weights, *(projected or (None, None)), grad_context, grad_weights),
+                *(needs | needs_keys, *_backward_arguments(arguments)),
+            )
+        )
         if left is None:
-            return found
-        left.keys = found[1] if needs & of_keys else None
-    return [found[0], None, found[2] if needs & of_values else None, *found[3:]]
+            return input_grads
+        left.keys = input_grads.keys if needs_keys else None
+    return input_grads._replace(keys=None, values=input_grads.values if needs_values else None)
 
 
 exp_keys = Operator(
@@ -310,6 +360,9 @@ attend_backward_queries = Operator(
     "(Tensor grad_queries, Tensor grad_scores, Tensor dropped)",
     _backward_queries_fake,
 )
+_backward_arguments = attention_backward.arguments_after("needs")
+_onto_arguments = attention_backward_onto.arguments_after("onto")
+_queries_arguments = attend_backward_queries.arguments_after("needed")
 attend_backward_keys = Operator(
     "attend_backward_keys(Tensor weights, Tensor? grad_context, Tensor grad_scores, int needs, "
     f"{_INPUTS}, {LENS}, {TABLE}) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",

@@ -1,4 +1,4 @@
-"""A recurrent decoder that attends at every step, over a whole given sequence, as one operator.
+"""A recurrent decoder that attends at every step, over a whole sequence, as one operator.
 
 Sizes: L layers, T steps, B rows, H hidden units of the cells, G = 3H (GRU) or 4H (LSTM) gates, F
 hidden units of the attention. The state of the top layer is the query; the context goes into the
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,11 @@ from bahdanau_fast.ops.decode_arguments import (
     Arguments,
     DecoderInputs,
     Dtypes,
-    Rest,
+    NonDifferentiable,
+    OutputLayer,
+    SpecialTokens,
+    StepGrads,
+    StepResults,
     arranged,
     in_dtypes_of,
     join,
@@ -50,7 +55,9 @@ __all__ = [
     "Decoded",
     "DecoderInputs",
     "Dtypes",
-    "Rest",
+    "NonDifferentiable",
+    "OutputLayer",
+    "SpecialTokens",
     "by_steps",
     "decode",
     "decode_greedily",
@@ -66,75 +73,93 @@ class Decoded(NamedTuple):
     weights: Tensor  # (T,B,Tk), fp64 for fp64 and else fp32
 
 
-def decode(of: DecoderInputs, rest: Rest, dtypes: Dtypes, loop: str | None = None) -> Decoded:
+def decode(
+    inputs: DecoderInputs,
+    constants: NonDifferentiable,
+    dtypes: Dtypes,
+    loop_backend: str | None = None,
+) -> Decoded:
     """All steps, forward and backward: the operators, or a loop in which a backend attends."""
-    units = of.hidden.shape[2]
-    with without_autocast(of.keys.device):
-        if loop is None:
-            of = of.padded()
-        tensors = of.flat()
+    units = inputs.hidden.shape[2]
+    with without_autocast(inputs.keys.device):
+        if loop_backend is None:
+            inputs = inputs.padded()
+        tensors = inputs.flat()
         if checks.needs_gradient(*tensors):
-            layers = len(of.layers)
-            found = Decoded(*_Decode.apply(rest, dtypes, loop, layers, *tensors))  # type: ignore[no-untyped-call]
+            layers = len(inputs.layers)
+            node: Any = _Decode
+            decoded = Decoded(*node.apply(constants, dtypes, loop_backend, layers, *tensors))
         else:
-            results = _forward(arranged(of, dtypes.operators), rest, loop, keep=False)
-            found = _decoded(results, dtypes)
-    if of.hidden.shape[2] == units:
-        return found
-    features, hidden, cell = (x[..., :units] for x in found[:3])
-    return Decoded(features, hidden, cell, found.weights)
+            arguments = arranged(inputs, dtypes.operators)
+            decoded = _decoded(_forward(arguments, constants, loop_backend, keep=False), dtypes)
+    if inputs.hidden.shape[2] == units:
+        return decoded
+    return decoded._replace(
+        features=decoded.features[..., :units],
+        hidden=decoded.hidden[..., :units],
+        cell=decoded.cell[..., :units],
+    )
 
 
 def decode_greedily(
-    of: DecoderInputs,
-    rest: Rest,
+    inputs: DecoderInputs,
+    constants: NonDifferentiable,
     dtype: torch.dtype,
-    dense: tuple[Tensor, Tensor],
-    left_out: list[int],
-    marks: tuple[int, int, int],
+    dense: OutputLayer,
+    banned_tokens: list[int],
+    special: SpecialTokens,
     max_steps: int,
-    loop: str | None = None,
+    loop_backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens (B,T) and weights (B,T,Tk) until every row has ended; without gradients.
 
-    ``dense`` is the output layer's weight (V,H) and bias (V,); ``left_out`` are tokens it must not
-    choose; ``marks`` the first input, the token that ends a row, and the padding after it.
+    ``dense`` never chooses ``banned_tokens``.
     """
-    with torch.no_grad(), without_autocast(of.keys.device):
-        a = arranged(of if loop is not None else of.padded(), dtype)
-        if loop is not None:
+    with torch.no_grad(), without_autocast(inputs.keys.device):
+        if loop_backend is not None:
+            arguments = arranged(inputs, dtype)
             with torch._C._AutoDispatchBelowAutograd():
-                return decode_on_gpu.write(loop, a, rest, dense, left_out, marks, max_steps)
-        if not a.keys.is_cpu:
-            dense, left_out = decode_on_gpu.without(left_out, dense, a.hidden.shape[2]), []
-        tokens, weights = decode_greedy.now(
-            *(a.inputs.contiguous(), a.w_inputs, a.input_bias, *_in_order(a, rest)[:-3]),
-            *(dense[0].contiguous(), dense[1].contiguous()),
-            *(torch.tensor(left_out, dtype=torch.int64), *marks, max_steps),
+                return decode_on_gpu.write(
+                    loop_backend, arguments, constants, dense, banned_tokens, special, max_steps
+                )
+        arguments = arranged(inputs.padded(), dtype)
+        if not arguments.keys.is_cpu:
+            dense = decode_on_gpu.without(banned_tokens, dense, arguments.hidden.shape[2])
+            banned_tokens = []
+        tokens, weights = _run(
+            decode_greedy,
+            arguments,
+            constants,
+            embedding=arguments.inputs.contiguous(),
+            w_embedded=arguments.w_inputs,
+            w_dense=dense.weight.contiguous(),
+            dense_bias=dense.bias.contiguous(),
+            left_out=torch.tensor(banned_tokens, dtype=torch.int64),
+            first=special.bos,
+            last=special.eos,
+            blank=special.pad,
+            max_steps=max_steps,
         )
     return tokens, weights
 
 
-def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
+def by_steps(arguments: Arguments, constants: NonDifferentiable) -> Decoded:
     """The same in plain PyTorch, one step after the other; without dropout of the weights."""
-    _, _, _, hidden, cell, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias = (
-        arguments
-    )
-    gates_in = _input_gates(arguments)
-    states, cells = list(hidden.unbind(0)), [] if cell is None else list(cell.unbind(0))
+    a, gates_in = arguments, _input_gates(arguments)
+    states, cells = list(a.hidden.unbind(0)), [] if a.cell is None else list(a.cell.unbind(0))
     features, weights = [], []
-    units, side = hidden.shape[2], gates_in.shape[2]
+    units, side = a.hidden.shape[2], gates_in.shape[2]
     for t, input_gates in enumerate(gates_in.unbind(0)):
-        queries = (states[-1] @ w_query.t()).unsqueeze(1)
+        queries = (states[-1] @ a.w_query.t()).unsqueeze(1)
         context, step_weights = reference.attend(
-            queries, keys, values, w_v, rest.valid_lens, mask=rest.mask
+            queries, a.keys, a.values, a.w_v, constants.valid_lens, mask=constants.mask
         )
         below = context.squeeze(1)
         for layer, before in enumerate(states):
-            own = bias[layer, :side] if layer else input_gates
-            inputs = own + below @ (w_input[layer - 1] if layer else w_context).t()
-            through = before @ w_hidden[layer].t()
-            if cell is not None:
+            added = a.bias[layer, :side] if layer else input_gates
+            inputs = added + below @ (a.w_input[layer - 1] if layer else a.w_context).t()
+            through = before @ a.w_hidden[layer].t()
+            if a.cell is not None:
                 i, f, g, o = (inputs + through).split(units, -1)
                 cells[layer] = f.sigmoid() * cells[layer] + i.sigmoid() * g.tanh()
                 states[layer] = o.sigmoid() * cells[layer].tanh()
@@ -142,15 +167,15 @@ def by_steps(arguments: Arguments, rest: Rest) -> Decoded:
                 n, r, z = inputs.split(units, -1)
                 r_through, z_through, n_through = through.split(units, -1)
                 r, z = (r + r_through).sigmoid(), (z + z_through).sigmoid()
-                n = (n + r * (n_through + bias[layer, side:])).tanh()
+                n = (n + r * (n_through + a.bias[layer, side:])).tanh()
                 states[layer] = n + z * (before - n)
             below = states[layer]
-            if rest.masks is not None and layer + 1 < len(states):
-                below = below * rest.masks[layer, t]
+            if constants.masks is not None and layer + 1 < len(states):
+                below = below * constants.masks[layer, t]
         features.append(states[-1])
         weights.append(step_weights.squeeze(1))
-    last_cell = torch.stack(cells) if cells else hidden[:0]
-    all_weights = torch.stack(weights).to(torch.promote_types(keys.dtype, torch.float32))
+    last_cell = torch.stack(cells) if cells else a.hidden[:0]
+    all_weights = torch.stack(weights).to(torch.promote_types(a.keys.dtype, torch.float32))
     return Decoded(torch.stack(features), torch.stack(states), last_cell, all_weights)
 
 
@@ -158,158 +183,187 @@ def _input_gates(arguments: Arguments) -> Tensor:
     return linear(arguments.inputs, arguments.w_inputs, arguments.input_bias)
 
 
-def _in_order(arguments: Arguments, rest: Rest) -> tuple[Any, ...]:
-    """The arguments that the operators share."""
-    a = arguments
-    return (
-        *(a.hidden, a.cell, a.keys, rest.table, rest.keys_max, a.values),
-        *(rest.valid_lens, rest.mask, a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias),
-        *(rest.masks, rest.seed, rest.dropout_p),
-    )
+def _run(
+    operator: Operator, arguments: Arguments, constants: NonDifferentiable, **others: Any
+) -> Any:
+    """An operator's results; its arguments are fields of the two, or others by name."""
+    named = {**arguments._asdict(), **constants._asdict(), **others}
+    return operator.now(*(named[name] for name in operator.names))
 
 
-def _forward(arguments: Arguments, rest: Rest, loop: str | None, keep: bool) -> tuple[Tensor, ...]:
-    """The results of the operator ``decode``."""
+def _forward(
+    arguments: Arguments, constants: NonDifferentiable, loop_backend: str | None, keep: bool
+) -> StepResults:
     gates = _input_gates(arguments)
-    if loop is None:
-        results: tuple[Tensor, ...] = _decode.now(gates, *_in_order(arguments, rest), keep)
-        return results
+    if loop_backend is None:
+        return StepResults(*_run(_decode, arguments, constants, input_gates=gates, keep=keep))
     with torch._C._AutoDispatchBelowAutograd():
-        return decode_on_gpu.forward(loop, gates, arguments, rest, keep)
+        return decode_on_gpu.forward(loop_backend, gates, arguments, constants, keep)
 
 
-def _decoded(results: tuple[Tensor, ...], dtypes: Dtypes) -> Decoded:
-    states, cells, _, _, weights, _ = results
-    of_steps = states[-1, 1:], states[:, -1], cells[:, -1]
-    return Decoded(*(x.to(dtypes.states) for x in of_steps), weights.to(dtypes.weights))  # type: ignore[call-arg]
+def _decoded(results: StepResults, dtypes: Dtypes) -> Decoded:
+    return Decoded(
+        results.states[-1, 1:].to(dtypes.states),
+        results.states[:, -1].to(dtypes.states),
+        results.cells[:, -1].to(dtypes.states),
+        results.weights.to(dtypes.weights),
+    )
 
 
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rest: Rest, dtypes: Dtypes, loop: str | None, layers: int, *tensors: Any
+        ctx: Any,
+        constants: NonDifferentiable,
+        dtypes: Dtypes,
+        loop_backend: str | None,
+        layers: int,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         arguments = arranged(DecoderInputs.of_flat(tensors, layers), dtypes.operators)
-        results = _forward(arguments, rest, loop, keep=True)
+        results = _forward(arguments, constants, loop_backend, keep=True)
         decoded = _decoded(results, dtypes)
-        ctx.save_for_backward(*tensors, *arguments, *rest[:-1], *results, decoded.weights)
-        ctx.dropout_p, ctx.dtypes, ctx.loop, ctx.layers = rest.dropout_p, dtypes, loop, layers
+        ctx.save_for_backward(*tensors, *arguments, *constants[:-1], *results, decoded.weights)
+        ctx.dropout_p, ctx.dtypes, ctx.layers = constants.dropout_p, dtypes, layers
+        ctx.loop_backend = loop_backend
         ctx.set_materialize_grads(False)
         return decoded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, _, _, _, *needed = ctx.needs_input_grad
-        saved, count, fields = ctx.saved_tensors, len(needed), len(Arguments._fields)
-        tensors, arguments = saved[:count], Arguments(*saved[count : count + fields])
-        rest = Rest(*(*saved[count + fields : -7], ctx.dropout_p))
+        saved = iter(ctx.saved_tensors)
+        tensors = tuple(islice(saved, len(needed)))
+        arguments = Arguments(*islice(saved, len(Arguments._fields)))
+        constant_tensors = islice(saved, len(NonDifferentiable._fields) - 1)
+        constants = NonDifferentiable._make((*constant_tensors, ctx.dropout_p))
+        results = StepResults(*islice(saved, len(StepResults._fields)))
+        (decoded_weights,) = saved
         if all(grad is None for grad in grads):
-            return (None,) * (count + 4)
+            return (None,) * len(ctx.needs_input_grad)
         with without_autocast(arguments.keys.device):
             if torch.is_grad_enabled():
-                again = rest, ctx.dtypes, ctx.layers, tensors, needed, grads
+                again = constants, ctx.dtypes, ctx.layers, tensors, needed, grads
                 return (*[None] * 4, *_gradients_again(*again))
-            of = DecoderInputs.of_flat(needed, ctx.layers)
-            found = _gradients(arguments, rest, saved[-7:], grads, of, ctx.loop).flat()
-        wanted = [grad if need else None for grad, need in zip(found, needed, strict=True)]
+            needed_inputs = DecoderInputs.of_flat(needed, ctx.layers)
+            input_grads = _gradients(
+                *(arguments, constants, results, decoded_weights, grads, needed_inputs),
+                ctx.loop_backend,
+            ).flat()
+        wanted = [grad if need else None for grad, need in zip(input_grads, needed, strict=True)]
         return (*[None] * 4, *in_dtypes_of(tensors, wanted))
 
 
 def _gradients_again(
-    rest: Rest,
+    constants: NonDifferentiable,
     dtypes: Dtypes,
     layers: int,
     tensors: Sequence[Tensor | None],
     needed: Sequence[bool],
     grads: tuple[Tensor | None, ...],
 ) -> Sequence[Tensor | None]:
-    if rest.dropout_p > 0.0:
+    if constants.dropout_p > 0.0:
         raise NotImplementedError(
             "a second derivative through dropped-out weights of a whole decoder is not "
             "implemented: attend() step by step, or dropout 0"
         )
 
     def steps(*tensors: Any) -> Decoded:
-        of, dtype = DecoderInputs.of_flat(tensors, layers), dtypes.operators
-        return by_steps(of.arranged(dtype, partial(join, dtype)), rest)
+        inputs, dtype = DecoderInputs.of_flat(tensors, layers), dtypes.operators
+        return by_steps(inputs.arranged(dtype, partial(join, dtype)), constants)
 
     return differentiate_again(steps, tensors, needed, grads)
 
 
 def _gradients(
     arguments: Arguments,
-    rest: Rest,
-    results: tuple[Tensor, ...],
+    constants: NonDifferentiable,
+    results: StepResults,
+    decoded_weights: Tensor,
     grads: tuple[Tensor | None, ...],
     needed: DecoderInputs,
-    loop: str | None,
+    loop_backend: str | None,
 ) -> DecoderInputs:
-    states, _, contexts, *_ = results
-    dtype, of_weights = states.dtype, results[4].dtype
-    grads = tuple(
-        None if grad is None else grad.to(of_weights if i == 3 else dtype)
-        for i, grad in enumerate(grads)
+    states = results.states
+    *state_grads, grad_weights = grads
+    grads = (
+        *(None if grad is None else grad.to(states.dtype) for grad in state_grads),
+        None if grad_weights is None else grad_weights.to(results.weights.dtype),
     )
     needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
-    through = _through_steps if loop is None else partial(decode_on_gpu.backward, loop)
-    grad_gates, grad_first, grad_first_cell, grad_queries, of_memory = through(
-        arguments, rest, results, grads, needs
-    )
+    if loop_backend is None:
+        step_grads = _backward(arguments, constants, results, decoded_weights, grads, needs)
+    else:
+        step_grads = decode_on_gpu.backward(
+            loop_backend, arguments, constants, results, grads, needs
+        )
     lstm, side = arguments.cell is not None, len(arguments.w_inputs)
     units = states.shape[3]
-    grad_inputs, grad_states = grad_gates[..., :side], grad_gates[..., -side:]
-    grad_bias = grad_gates.sum((1, 2))
+    grad_inputs, grad_states = step_grads.gates[..., :side], step_grads.gates[..., -side:]
+    grad_bias = step_grads.gates.sum((1, 2))
     before, below = states[:, :-1], states[:-1, 1:]
-    if rest.masks is not None:
-        below = below * rest.masks
+    if constants.masks is not None:
+        below = below * constants.masks
     layers = []
-    for i, of_layer in enumerate(needed.layers):
-        under = below[i - 1] if i else torch.cat((contexts, arguments.inputs), -1)
-        found = [sum_of_products(grad_inputs[i], under), sum_of_products(grad_states[i], before[i])]
-        if len(of_layer) > 2:
-            found += [grad_bias[i, :side], grad_bias[i, -side:]]
+    for i, weights in enumerate(needed.layers):
+        under = below[i - 1] if i else torch.cat((results.contexts, arguments.inputs), -1)
+        on_inputs = [sum_of_products(grad_inputs[i], under)]
+        on_states = [sum_of_products(grad_states[i], before[i])]
+        if len(weights) > 2:  # two gradients share no memory
+            bias = grad_bias[i, :side]
+            on_inputs.append(bias.clone() if lstm else bias)
+            on_states.append(grad_bias[i, -side:])
         if not lstm:  # the input side's n r z is r z n in torch's layers
-            found[::2] = [torch.cat((x[units:], x[:units])) for x in found[::2]]
-        elif len(found) > 2:  # two gradients share no memory
-            found[2] = found[2].clone()
-        layers.append(tuple(found))
-    grad_keys, grad_values, grad_w_v = of_memory
+            on_inputs = [torch.cat((x[units:], x[:units])) for x in on_inputs]
+        layers.append(tuple(chain.from_iterable(zip(on_inputs, on_states, strict=True))))
     return DecoderInputs(
-        product(grad_inputs[0], arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
-        grad_first,
-        None if arguments.cell is None else grad_first_cell,
-        grad_keys,
-        grad_values,
-        sum_of_products(grad_queries, before[-1]),
-        grad_w_v,
-        tuple(layers),
+        inputs=product(grad_inputs[0], arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
+        hidden=step_grads.hidden,
+        cell=step_grads.cell if lstm else None,
+        keys=step_grads.keys,
+        values=step_grads.values,
+        w_query=sum_of_products(step_grads.queries, before[-1]),
+        w_v=step_grads.w_v,
+        layers=tuple(layers),
     )
 
 
-def _through_steps(
+def _backward(
     arguments: Arguments,
-    rest: Rest,
-    results: tuple[Tensor, ...],
+    constants: NonDifferentiable,
+    results: StepResults,
+    decoded_weights: Tensor,
     grads: tuple[Tensor | None, ...],
     needs: int,
-) -> tuple[Any, ...]:
+) -> StepGrads:
     """As :func:`decode_on_gpu.backward`."""
-    a, (states, cells, _, queries, weights, gates, narrow) = arguments, results
-    contiguous = [None if grad is None else grad.contiguous() for grad in grads]
-    if a.cell is None:
-        contiguous[2] = None
-    kept = states, cells, queries, weights, gates
-    *found, grad_contexts, grad_scores, dropped = _decode_backward.now(
-        *_in_order(a, rest), *kept, *contiguous
+    grad_states, grad_hidden, grad_cell, grad_weights = (
+        None if grad is None else grad.contiguous() for grad in grads
     )
-    if dropped.numel() == 0:
-        dropped = narrow if narrow.dtype == a.keys.dtype else weights
-    by_row = [part.transpose(0, 1) for part in (dropped, grad_contexts, grad_scores, queries)]
-    of_memory = attend_backward_keys.now(
-        *(*by_row[:3], needs, by_row[3], a.keys, a.values, a.w_v),
-        *(rest.valid_lens, rest.mask, rest.table, rest.keys_max),
+    *step_grads, grad_contexts, grad_scores, dropped = _run(
+        _decode_backward,
+        arguments,
+        constants,
+        **results._asdict(),
+        grad_states=grad_states,
+        grad_hidden=grad_hidden,
+        grad_cell=None if arguments.cell is None else grad_cell,
+        grad_weights=grad_weights,
     )
-    return *found, of_memory
+    if dropped.numel() == 0:  # no weight was dropped
+        narrow = decoded_weights.dtype == arguments.keys.dtype
+        dropped = decoded_weights if narrow else results.weights
+    memory_grads = _run(
+        attend_backward_keys,
+        arguments,
+        constants,
+        weights=dropped.transpose(0, 1),
+        grad_context=grad_contexts.transpose(0, 1),
+        grad_scores=grad_scores.transpose(0, 1),
+        needs=needs,
+        queries=results.queries.transpose(0, 1),
+    )
+    return StepGrads(*step_grads, *memory_grads)
 
 
 def _fake(
@@ -322,15 +376,15 @@ def _fake(
     **_: Any,
 ) -> tuple[Tensor, ...]:
     (layers, batch, units), steps = hidden.shape, input_gates.shape[0]
-    kept, cells = steps if keep else 1, 0 if cell is None else layers
-    of_weights = torch.promote_types(hidden.dtype, torch.float32)
+    saved_steps, cells = steps if keep else 1, 0 if cell is None else layers
+    weights_dtype = torch.promote_types(hidden.dtype, torch.float32)
     return (
         hidden.new_empty((layers, steps + 1, batch, units)),
         hidden.new_empty((cells, steps + 1, batch, units)),
-        hidden.new_empty((kept, batch, values.shape[2])),
-        hidden.new_empty((kept, batch, keys.shape[2])),
-        hidden.new_empty((steps, batch, keys.shape[1]), dtype=of_weights),
-        hidden.new_empty((layers, kept, batch, 4 * units)),
+        hidden.new_empty((saved_steps, batch, values.shape[2])),
+        hidden.new_empty((saved_steps, batch, keys.shape[2])),
+        hidden.new_empty((steps, batch, keys.shape[1]), dtype=weights_dtype),
+        hidden.new_empty((layers, saved_steps, batch, 4 * units)),
     )
 
 

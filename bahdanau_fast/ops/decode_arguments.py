@@ -16,22 +16,26 @@ __all__ = [
     "Copies",
     "DecoderInputs",
     "Dtypes",
-    "Rest",
+    "NonDifferentiable",
+    "OutputLayer",
+    "SpecialTokens",
+    "StepGrads",
+    "StepResults",
     "arranged",
     "in_dtypes_of",
     "join",
     "padded",
 ]
 
-#: Rows of a new tensor: those of another, or a sum of two.
+#: Rows of a new tensor: the rows of another, or the sum of two.
 Rows = Tensor | tuple[Tensor, Tensor]
 
-#: What F, Dv and H are multiples of in the operators of a device, with zeros behind others.
+#: The operators of a device take F, Dv and H as multiples of this, padded with zeros.
 MULTIPLES = {"cuda": 32}
 
 
 def padded(size: int, device: str) -> int:
-    """The size that an operator of such a device takes in its place."""
+    """A size as an operator of such a device takes it."""
     multiple = MULTIPLES.get(device, 1)
     return -(-size // multiple) * multiple
 
@@ -41,7 +45,7 @@ class Arguments(NamedTuple):
 
     inputs: Tensor  # (T,B,E); greedily the embedding (V,E)
     w_inputs: Tensor  # (G,E), of the first layer
-    input_bias: Tensor  # (G,), likewise
+    input_bias: Tensor  # (G,), of the first layer
     hidden: Tensor  # (L,B,H), the first states
     cell: Tensor | None  # (L,B,H) of an LSTM, None for a GRU
     keys: Tensor  # (B,Tk,F), projected
@@ -64,25 +68,25 @@ class DecoderInputs(NamedTuple):
     values: Tensor
     w_query: Tensor
     w_v: Tensor
-    # Of each layer of torch weight_ih (G,Dv+E), above the first (G,H), and weight_hh (G,H); then
+    # A layer of torch has weight_ih (G,Dv+E), above the first (G,H), and weight_hh (G,H); then
     # bias_ih and bias_hh (G,), if it has biases.
     layers: tuple[tuple[Tensor, ...], ...]
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """All of them, those of the layers last."""
+        """All tensors, the weights of the layers last."""
         return (*self[:-1], *chain.from_iterable(self.layers))
 
     @classmethod
     def of_flat(cls, tensors: Iterable[Tensor | None], layers: int) -> DecoderInputs:
-        """From what :meth:`flat` gives."""
-        each = [*tensors]
+        """The reverse of :meth:`flat`."""
+        flat = [*tensors]
         first = len(cls._fields) - 1
-        count = (len(each) - first) // layers
-        of_layers = (tuple(each[i : i + count]) for i in range(first, len(each), count))
-        return cls(*each[:first], tuple(of_layers))  # type: ignore[arg-type, call-arg]
+        count = (len(flat) - first) // layers
+        of_layers = (tuple(flat[i : i + count]) for i in range(first, len(flat), count))
+        return cls(*flat[:first], tuple(of_layers))  # type: ignore[arg-type, call-arg]
 
     def padded(self) -> DecoderInputs:
-        """Those of one layer with F, Dv and H of the operators; all that is added stays zero."""
+        """Inputs of one layer with F, Dv and H of the operators; the padding stays zero."""
         a, units = self, self.hidden.shape[2]
         if self.keys.device.type not in MULTIPLES:
             return self
@@ -91,13 +95,13 @@ class DecoderInputs(NamedTuple):
         if not (f or v or h):
             return self
 
-        def each_gate(x: Tensor, *more: int) -> Tensor:
+        def pad_gates(x: Tensor, *more: int) -> Tensor:
             return F.pad(x.unflatten(0, (len(x) // units, units)), (*more, 0, h)).flatten(0, 1)
 
         ((of_inputs, of_states, *biases),) = a.layers
         context, rest = of_inputs.split([sizes[1], of_inputs.shape[1] - sizes[1]], 1)
         of_inputs = torch.cat((F.pad(context, (0, v)), rest), 1)
-        weights = each_gate(of_inputs, 0, 0), each_gate(of_states, 0, h)
+        weights = pad_gates(of_inputs, 0, 0), pad_gates(of_states, 0, h)
         return DecoderInputs(
             inputs=a.inputs,
             hidden=F.pad(a.hidden, (0, h)),
@@ -106,7 +110,7 @@ class DecoderInputs(NamedTuple):
             values=F.pad(a.values, (0, v)),
             w_query=F.pad(a.w_query, (0, h, 0, f)),
             w_v=F.pad(a.w_v, (0, f)),
-            layers=((*weights, *map(each_gate, biases)),),
+            layers=((*weights, *map(pad_gates, biases)),),
         )
 
     def arranged(self, dtype: torch.dtype, join: Callable[..., Tensor]) -> Arguments:
@@ -180,13 +184,13 @@ class Copies:
         """Empty until :meth:`fill`."""
         pairs = [(x, None) if isinstance(x, Tensor) else x for x in rows]
         lengths, like = [len(x) for x, _ in pairs], pairs[0][0]
-        made = like.new_empty((sum(lengths), *like.shape[1:]), dtype=self._dtype)
-        for target, (source, more) in zip(made.split(lengths), pairs, strict=True):
+        result = like.new_empty((sum(lengths), *like.shape[1:]), dtype=self._dtype)
+        for target, (source, more) in zip(result.split(lengths), pairs, strict=True):
             self._targets.append(target)
             self._sources.append(source)
             if more is not None:
                 self._added.append((target, more))
-        return made
+        return result
 
     def fill(self) -> None:
         """Copy all rows."""
@@ -196,18 +200,18 @@ class Copies:
             target.add_(more)
 
 
-def arranged(of: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; on a GPU no graph records how it is made."""
-    if of.keys.is_cpu:
-        return of.arranged(dtype, partial(join, dtype))
+def arranged(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
+    """What the operators take; on a GPU copied in one launch, which no graph records."""
+    if inputs.keys.is_cpu:
+        return inputs.arranged(dtype, partial(join, dtype))
     copies = Copies(dtype)
-    arguments = of.arranged(dtype, copies)
+    arguments = inputs.arranged(dtype, copies)
     copies.fill()
     return arguments
 
 
 def in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
-    """Gradients in the dtypes of what they are of; those of one dtype in one launch."""
+    """Gradients in the dtypes of their tensors, converted in one launch for a dtype."""
     others = {
         i: x.dtype
         for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))
@@ -222,20 +226,58 @@ def in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None
 
 
 class Dtypes(NamedTuple):
-    """Of a decoder."""
+    """The dtypes of a decoder."""
 
     operators: torch.dtype
-    states: torch.dtype  # of the results; likewise the next one
-    weights: torch.dtype
+    states: torch.dtype  # of the results
+    weights: torch.dtype  # of the results
 
 
-class Rest(NamedTuple):
+class NonDifferentiable(NamedTuple):
     """The other inputs of :func:`decode`."""
 
     table: Tensor | None = None  # of ops.exp_keys
-    keys_max: Tensor | None = None  # likewise
+    keys_max: Tensor | None = None  # of ops.exp_keys
     valid_lens: Tensor | None = None  # (B,)
     mask: Tensor | None = None  # bool (B,1,Tk)
     masks: Tensor | None = None  # (L-1,T,B,H), factors on what goes from layer to layer
     seed: Tensor | None = None  # (1,) int64, with dropout of the attention weights
     dropout_p: float = 0.0
+
+
+class OutputLayer(NamedTuple):
+    """The layer that scores tokens."""
+
+    weight: Tensor  # (V,H)
+    bias: Tensor  # (V,)
+
+
+class SpecialTokens(NamedTuple):
+    """Tokens around a sentence."""
+
+    bos: int  # the first input
+    eos: int  # ends a row
+    pad: int  # behind the end
+
+
+class StepResults(NamedTuple):
+    """The results of the operator ``decode``."""
+
+    states: Tensor  # (L,T+1,B,H), the first states in front
+    cells: Tensor  # (L,T+1,B,H) of an LSTM, else without layers
+    contexts: Tensor  # (T,B,Dv); as queries and gates, only the last step's unless kept
+    queries: Tensor  # (T,B,F)
+    weights: Tensor  # (T,B,Tk)
+    gates: Tensor  # (L,T,B,4H); of a loop on a GPU what the backward of torch's cells takes
+
+
+class StepGrads(NamedTuple):
+    """The gradients that a backward through all steps computes."""
+
+    gates: Tensor  # (L,T,B,4H)
+    hidden: Tensor  # (L,B,H), of the first states
+    cell: Tensor  # (L,B,H)
+    queries: Tensor  # (T,B,F)
+    keys: Tensor
+    values: Tensor
+    w_v: Tensor

@@ -19,9 +19,11 @@ from bahdanau_fast import reference
 from bahdanau_fast.ops.attention import (
     ACTIVATION,
     DROPOUT,
+    INPUTS,
     LENS,
     NEED,
     attend_fake,
+    attention,
     attention_gradients,
     gradient_like,
     inside_of,
@@ -57,31 +59,36 @@ def _scores_of(named: Named) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    saved: Sequence[Any],
-    numbers: Sequence[Any],
+    arguments: Any,
+    results: Sequence[Any],
     needs: int,
     grads: Sequence[Tensor | None],
     backend: str | None,
     shared: Any,
 ) -> list[Tensor | None]:
-    location, w_conv, _, w_f, lens, mask, seed, weights, features = saved[4:]
-    of_location, of_w_conv, of_b_conv, of_w_f = (needs >> place & 1 for place in (4, 5, 6, 7))
-    of_features = of_location or of_w_conv or of_b_conv
-    needs = needs & 15 | of_features * NEED["features"] | of_w_f * NEED["w_f"]
-    # Of projected queries and keys, without tables.
-    tensors = (*saved[:4], None, None, None, features, w_f, lens, mask, None, None, seed)
-    results, given = (weights, None, None), (*numbers, 0)
-    found = attention_gradients(results, tensors, given, needs, grads, backend, shared)
-    (*others,), grad, grad_w_f = found[:4], found[7], found[8]
-    if grad is None or not of_features:
-        return [*others, None, None, None, grad_w_f]
-    if len(grads) > 2 and grads[2] is not None:
-        grad = grad + grads[2]
-    convolution: Sequence[Tensor | None] = (None, None)
-    if of_location or of_w_conv:
-        given = (grad, location, w_conv, of_location + 2 * of_w_conv)
-        convolution = convolution_backward.overload(*given)
-    return [*others, *convolution, grad.sum((0, 1)) if of_b_conv else None, grad_w_f]
+    weights, features = results
+    needed = {name: needs >> index & 1 for index, name in enumerate(_INPUTS)}
+    needs_features = needed["location"] or needed["w_conv"] or needed["b_conv"]
+    needs = sum(NEED[name] for name in INPUTS if needed.get(name))
+    if needs_features:
+        needs |= NEED["features"]
+    of_attention = {name: getattr(arguments, name) for name in _OF_ATTENTION}
+    inputs = attention.arguments(features=features, **of_attention)
+    input_grads = attention_gradients(inputs, (weights,), needs, grads, backend, shared)
+    grad, grad_b_conv = input_grads.features, None
+    convolution_grads: Sequence[Tensor | None] = (None, None)
+    if grad is not None and needs_features:
+        if len(grads) > 2 and grads[2] is not None:
+            grad = grad + grads[2]
+        if needed["location"] or needed["w_conv"]:
+            convolution_needs = needed["location"] + 2 * needed["w_conv"]
+            convolution_grads = convolution_backward.overload(
+                grad, arguments.location, arguments.w_conv, convolution_needs
+            )
+        grad_b_conv = grad.sum((0, 1)) if needed["b_conv"] else None
+    by_name = dict(zip(("location", "w_conv"), convolution_grads, strict=True))
+    by_name |= {"b_conv": grad_b_conv, **input_grads._asdict()}
+    return [by_name[name] for name in _INPUTS]
 
 
 _INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
@@ -97,6 +104,7 @@ attend_location = Attention(
     _scores_of,
     _gradients,
 )
+_OF_ATTENTION = [name for name in attend_location.names if name in attention.names]
 # Bits of `needs`: 1 for the location, 2 for w_conv.
 convolution_backward = Operator(
     "convolution_backward(Tensor grad_features, Tensor location, Tensor w_conv, int needs) -> "

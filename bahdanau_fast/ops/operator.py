@@ -1,8 +1,8 @@
 """An operator from one description: its schema, the shapes of its results, and its gradient.
 
-PyTorch is told of each operator once: :class:`Operator` defines the schema and registers the fake
-(results without numbers); :class:`Attention`, of operators that attend, the autograd formula of
-compiled code and the node of eager calls. Arguments have the names of the schema everywhere.
+:class:`Operator` defines the schema and registers the fake (results without numbers);
+:class:`Attention`, of operators that attend, the autograd formula of compiled code and the node of
+eager calls. Arguments have the names of the schema everywhere.
 
 The kernels live elsewhere, one per dispatch key: csrc/cpu registers the CPU key when its extension
 loads, csrc/cuda or ``backends.triton`` the CUDA key.
@@ -10,7 +10,9 @@ loads, csrc/cuda or ``backends.triton`` the CUDA key.
 
 from __future__ import annotations
 
+import collections
 import functools
+import operator as builtin
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,27 +31,28 @@ __all__ = ["Attention", "Named", "Operator", "Recorded", "apart", "implement", "
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 
-#: Arguments and results of a call, by their names in the schema.
+#: Arguments of a call, by their names in the schema.
 Named = dict[str, Any]
 #: Gradients of the inputs of an operator: from its tensors and the results behind the first, its
-#: numbers, which of them are asked for, and the gradients of its results.
+#: numbers, whether an input needs a gradient, and the gradients of its results.
 Gradients = Callable[[Any, Any, tuple[bool, ...], Any], Sequence[Tensor | None]]
 #: All operators, by name.
 operators: dict[str, Operator] = {}
 
 
 class Operator:
-    """An operator of this package, from its schema and its fake, which is given names.
+    """An operator of this package, from its schema and its fake, which takes keywords.
 
     Attributes:
         name: in ``torch.ops.bahdanau_fast``.
         names: of its arguments, in order.
-        tensors: of those that are tensors; numbers come behind them where it is differentiated.
-        defaults: of those that have one, by name.
+        tensors: names of the tensors; numbers come behind them in a differentiable operator.
+        defaults: default values, by the name of the argument.
+        arguments: a NamedTuple of the arguments; without a value and a default one is None.
         overload: what compiled code calls.
         now: the same past ``OpOverload.__call__``, for eager calls.
-        in_python: kernels of backends written in Python, by the name of the backend; and those of
-            the backend that such a one stands in front of.
+        in_python: kernels by the name of the backend: of backends written in Python, and those
+            that such a backend stands in front of.
     """
 
     def __init__(self, schema: str, fake: Callable[..., Any]) -> None:
@@ -65,6 +68,9 @@ class Operator:
         self.names = tuple(argument.name for argument in arguments)
         self.tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        named_tuple: Any = collections.namedtuple  # its checker takes literal names only
+        defaults = [self.defaults.get(name) for name in self.names]
+        self.arguments: Any = named_tuple("Arguments", self.names, defaults=defaults)
         torch.library.register_fake(
             f"bahdanau_fast::{self.name}",
             lambda *args, **kwargs: fake(**self.named(*args, **kwargs)),
@@ -73,12 +79,16 @@ class Operator:
         operators[self.name] = self
 
     def named(self, *args: Any, **kwargs: Any) -> Named:
-        """All arguments of a call by name; PyTorch leaves out those that are the default."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        return {name: given.get(name, self.defaults.get(name)) for name in self.names}
+        """All arguments of a call by name; PyTorch leaves out default values."""
+        named: Named = self.arguments(*args, **kwargs)._asdict()
+        return named
+
+    def arguments_after(self, name: str) -> Callable[[Any], tuple[Any, ...]]:
+        """Takes the arguments behind ``name`` from the NamedTuple of another operator."""
+        return builtin.attrgetter(*self.names[self.names.index(name) + 1 :])
 
     def kernel(self, backend: str | None) -> Callable[..., Any]:
-        """What an eager call runs, from all arguments; None leaves that to the dispatcher."""
+        """What an eager call runs, from all arguments; None leaves the choice to the dispatcher."""
         return self.in_python.get(backend, self.now)
 
     def differentiate(self, count: int, gradients: Gradients) -> None:
@@ -89,15 +99,15 @@ class Operator:
             arguments = tuple(self.named(*inputs).values())
             others = () if isinstance(output, Tensor) else output[1:]
             ctx.save_for_backward(*arguments[:tensors], *others)
-            ctx.numbers, ctx.given = arguments[tensors:], len(inputs)
+            ctx.numbers, ctx.inputs_count = arguments[tensors:], len(inputs)
             ctx.set_materialize_grads(False)
 
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            asked = (*ctx.needs_input_grad, *[False] * count)[:count]
-            found: Sequence[Tensor | None] = [None] * count
+            needed = (*ctx.needs_input_grad, *[False] * count)[:count]
+            input_grads: Sequence[Tensor | None] = [None] * count
             if [grad for grad in grads if grad is not None]:
-                found = gradients(ctx.saved_tensors, ctx.numbers, asked, grads)
-            return (*found, *[None] * ctx.given)[: ctx.given]
+                input_grads = gradients(ctx.saved_tensors, ctx.numbers, needed, grads)
+            return (*input_grads, *[None] * ctx.inputs_count)[: ctx.inputs_count]
 
         torch.library.register_autograd(
             f"bahdanau_fast::{self.name}", backward, setup_context=set_up, lib=library
@@ -105,21 +115,20 @@ class Operator:
 
 
 class Attention(Operator):
-    """An operator that gives context, weights and maybe more, and is differentiated.
+    """A differentiable operator that gives context, weights and maybe more.
 
-    Its schema has the differentiated inputs first, the values as the third of them; then the other
-    tensors: lengths and mask first, the seed of the dropout last; then ``dropout_p`` and other
-    numbers.
+    Its schema has the differentiable inputs first; then the other tensors: lengths and mask first,
+    the seed of the dropout last; then ``dropout_p`` and other numbers.
 
     Args:
-        inputs: names of those that are differentiated.
+        inputs: names of the differentiable inputs.
         needing: the inputs whose gradients need the value of one of them; of its name and
             :data:`Named`.
         scores: by the reference, from :data:`Named`: the scores, and what the operator gives beside
             context and weights.
-        gradients: not differentiable again, in the order of ``inputs``: from what a backward
-            has saved, numbers, bits of `needs`, the gradients of the results, the backend, and the
-            shared node of the call or None.
+        gradients: not differentiable again, in the order of ``inputs``: from ``arguments``, the
+            results from the weights on, bits of `needs`, the gradients of the results, the backend,
+            and the shared node of the call or None.
         recorded: schema and fake of the operator of recorded calls, unless it is this one: the same
             arguments, with ``counts`` and other results behind the weights that backward takes.
     """
@@ -145,66 +154,78 @@ class Attention(Operator):
         self,
         saved: Sequence[Tensor | None],
         numbers: Sequence[Any],
-        asked: tuple[bool, ...],
+        needed: tuple[bool, ...],
         grads: Sequence[Tensor | None],
         backend: str | None = None,
         shared: Any = None,
     ) -> list[Tensor | None]:
-        """Gradients of the inputs that are asked for, in their order.
+        """Gradients of the inputs that need one, in their order; None for the others.
 
         ``saved`` are tensors, then results from the weights on, without counts; the gradients of
-        results at the end may be left out; those of a shared node's results are left to it.
+        results at the end may be left out. What a shared node adds up is None, too.
         """
         if grads[0] is None:  # the values reach the context alone
-            asked = (*asked[:2], False, *asked[3:])
-        weights = saved[len(self.tensors)]
+            needed = self._without_values(needed)
+        count = len(self.tensors)
+        arguments, results = self.arguments(*saved[:count], *numbers), saved[count:]
+        weights = results[0]
         assert weights is not None
-        if not (weights.numel() or self.by_name(saved, numbers).get("need_weights", True)):
+        if not (weights.numel() or getattr(arguments, "need_weights", True)):
             need = "be called with need_weights=True where a gradient is due"
             checks.reject(RuntimeError, self.name, need, "False")
         if torch.is_grad_enabled():
-            return self._differentiable_again(self.by_name(saved, numbers), asked, grads)
-        found = self._gradients(saved, numbers, _bits(asked), grads, backend, shared)
-        return [grad if need else None for grad, need in zip(found, asked, strict=True)]
+            return self._differentiable_again(arguments, weights, needed, grads)
+        input_grads = self._gradients(arguments, results, _bits(needed), grads, backend, shared)
+        return [grad if need else None for grad, need in zip(input_grads, needed, strict=True)]
 
-    def by_name(self, saved: Sequence[Tensor | None], numbers: Sequence[Any]) -> Named:
-        """What a backward has, by the names of the schema."""
-        count = len(self.tensors)
-        named = dict(zip(self.names, (*saved[:count], *numbers), strict=True))
-        return named | {"weights": saved[count]}
+    def _without_values(self, needed: tuple[bool, ...]) -> tuple[bool, ...]:
+        by_name = zip(self.inputs, needed, strict=True)
+        return tuple(need and name != "values" for name, need in by_name)
 
     def _differentiable_again(
-        self, named: Named, asked: tuple[bool, ...], grads: Sequence[Tensor | None]
+        self,
+        arguments: Any,
+        weights: Tensor,
+        needed: tuple[bool, ...],
+        grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
+        named: Named = arguments._asdict()
+
         def scores(*tensors: Tensor | None) -> Sequence[Tensor]:
             return self._scores({**named, **dict(zip(self.inputs, tensors, strict=True))})
 
         grad_context, grad_weights, *others = grads
-        weights, grad_values, grad_scores = named["weights"], None, None
+        grad_values = grad_scores = None
+        without_values = self._without_values(needed)
         if grad_context is not None:
-            dropout, needed = (named["seed"], named["dropout_p"]), (True, asked[2])
-            looked, grad_values = gradients_of_context(
-                grad_context, weights, named["values"], *dropout, needed
+            through_context, grad_values = gradients_of_context(
+                grad_context,
+                weights,
+                arguments.values,
+                arguments.seed,
+                arguments.dropout_p,
+                (True, needed != without_values),
             )
-            assert looked is not None
-            grad_weights = looked if grad_weights is None else looked + grad_weights
+            assert through_context is not None
+            grad_weights = (
+                through_context if grad_weights is None else through_context + grad_weights
+            )
         if grad_weights is not None:
-            seen = reference.visible(named["valid_lens"], named["mask"], weights.shape[2])
+            visible = reference.visible(arguments.valid_lens, arguments.mask, weights.shape[2])
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
             grad_weights = grad_weights.to(weights.dtype)
             grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True))
-            if seen is not None:  # where a query sees nothing the weights are constants
-                grad_scores = grad_scores.masked_fill(~seen, 0.0)
+            if visible is not None:  # where a query sees nothing the weights are constants
+                grad_scores = grad_scores.masked_fill(~visible, 0.0)
         inputs = [named[name] for name in self.inputs]
-        asked = (*asked[:2], False, *asked[3:])
-        found = differentiate_again(scores, inputs, asked, (grad_scores, *others))
-        found[2] = grad_values
-        return found
+        input_grads = differentiate_again(scores, inputs, without_values, (grad_scores, *others))
+        by_name = dict(zip(self.inputs, input_grads, strict=True))
+        return [*(by_name | {"values": grad_values}).values()]
 
 
 @functools.cache
-def _bits(asked: tuple[bool, ...]) -> int:
-    return sum(need << place for place, need in enumerate(asked))
+def _bits(needed: tuple[bool, ...]) -> int:
+    return sum(need << index for index, need in enumerate(needed))
 
 
 class Recorded(Node):
@@ -230,45 +251,46 @@ class Recorded(Node):
         ctx.set_materialize_grads(False)
         ctx.call = operator, backend, numbers, link, shared
         ctx.token = None if backwards is None else backwards.begin()
-        made: Tensor = weights
-        return made
+        result: Tensor = weights
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the call, which is none, and of the inputs."""
         operator, backend, numbers, link, shared = ctx.call
         nodes = None
-        if shared is not None:  # behind it are the nodes that its gradients are for
+        if shared is not None:  # its gradients are for the nodes behind it
             of_queries, *others = ctx.next_functions
             nodes = (of_queries, *shared.node().next_functions, *others[3:])
         saved = saved_inputs(ctx, operator, nodes)
         grads = link.take(), grad_weights
-        found = operator.gradients(saved, numbers, ctx.needs_input_grad[1:], grads, backend, shared)
+        needed = ctx.needs_input_grad[1:]
+        input_grads = operator.gradients(saved, numbers, needed, grads, backend, shared)
         after_backward(ctx)
         if ctx.token is not None and ctx.token.after_backward():
             ctx.call = operator, backend, numbers, link, None
-        return (None, *found)
+        return (None, *input_grads)
 
 
-#: Numbers that operators take as their argument ``backend``; 0 is what the dispatch key has.
+#: Numbers that operators take as their argument ``backend``; 0 are the kernels of the dispatch key.
 NUMBERS = {"triton": 1}
 # Backends written in Python whose dispatch key has other kernels, too.
 _beside_others: set[str] = set()
 
 
 def number_of(backend: str, traced: bool) -> int:
-    """The argument ``backend``; traced code may run where the key has other kernels."""
+    """The argument ``backend``; traced code may run where the key has other kernels, number 0."""
     return 0 if traced and backend not in _beside_others else NUMBERS.get(backend, 0)
 
 
 def implement(
     backend: str, dispatch_key: str, decomposed: bool = False, **kernels: Callable[..., Any]
 ) -> None:
-    """Take in a backend written in Python, for a dispatch key that may have kernels already.
+    """Register a backend written in Python, for a dispatch key that may have kernels already.
 
     Eager calls run its kernels directly. Compiled code calls an operator, whose argument
-    ``backend`` then chooses between it and what was there; or, ``decomposed``, what the kernels are
-    made of, as their method ``traced`` has it.
+    ``backend`` then chooses between it and the earlier kernels; or, ``decomposed``, the kernels'
+    method ``traced``.
     """
     for name, function in kernels.items():
         operators[name].in_python[backend] = function
@@ -277,7 +299,7 @@ def implement(
 
 
 def apart(results: Any) -> Any:
-    """The dispatcher wants tensors of their own where an empty one stands for several results."""
+    """Distinct tensors, as the dispatcher wants them, where one empty one stands for several."""
     if isinstance(results, Tensor):
         return results
     ids = [id(x) for x in results]
@@ -292,7 +314,7 @@ def _put_behind(
     before: Any = torch.library.get_kernel(name, key) if has_kernel(name, key) else None
     if before is not None:
         _beside_others.add(backend)
-        # Eager calls of the others go past the choice, which is Python.
+        # Eager calls of the earlier kernels go past the choice, which is Python.
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         operator.in_python[key.lower()] = functools.partial(before.call_boxed, keys)
 
@@ -305,7 +327,7 @@ def _put_behind(
             return apart(function(*named.values()))
         return before.call_boxed(keys, *named.values())
 
-    with warnings.catch_warnings():  # that a kernel is registered in the place of another
+    with warnings.catch_warnings():  # that a kernel replaces another
         warnings.simplefilter("ignore")
         library.impl(operator.name, choose, key, with_keyset=True)
 

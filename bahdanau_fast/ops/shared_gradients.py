@@ -26,16 +26,11 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.ops.attention import attend_backward_keys, fingerprint, needs_of
+from bahdanau_fast.ops.attention import Step, attend_backward_keys, fingerprint, needs_of
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
 __all__ = ["SharedNode", "share"]
-
-
-#: Of a call: projected queries (B,Tq,H); weights (B,Tq,Tk), after dropout; lengths, mask; the
-#: gradients of context, or None, and scores.
-Step = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
 class Left:

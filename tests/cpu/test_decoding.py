@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decoders import CELLS, EXACT, B, H, T, call, given, layer
+from decoding import in_order
 from opchecked import opcheck
 
 from bahdanau_fast.ops import decode
@@ -30,7 +31,9 @@ def inputs_of(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
     mask = torch.rand(layers - 1, T, B, H).to(dtype) if masks else None
     seed = torch.tensor([3]) if p else None
     made = {"table": entries[0], "keys_max": entries[1], "valid_lens": rest.valid_lens}
-    return each(of, torch.Tensor.detach), decode.Rest(**made, masks=mask, seed=seed, dropout_p=p)
+    return each(of, torch.Tensor.detach), decode.NonDifferentiable(
+        **made, masks=mask, seed=seed, dropout_p=p
+    )
 
 
 def each(of, change):
@@ -65,7 +68,7 @@ def arguments(cls, layers=2, dtype=torch.float32, **options):
 @pytest.mark.parametrize("cls", CELLS)
 def test_opcheck(cls, options, dtype):
     made, rest = arguments(cls, dtype=dtype, **options)
-    inputs = decode._in_order(made, rest)
+    inputs = in_order(made, rest)
     input_gates = decode._input_gates(made)
     for keep in (True, False):
         args = (input_gates, *inputs, keep)
@@ -149,9 +152,9 @@ def test_errors(name):
     change, message = WRONG[name]
     made = made._replace(**{name: change(getattr(made, name))})
     with pytest.raises(RuntimeError, match=message):
-        ops.decode(gates, *decode._in_order(made, rest))
+        ops.decode(gates, *in_order(made, rest))
     with pytest.raises(RuntimeError, match="input_gates must have 3 dimensions"):
-        ops.decode(gates[0], *decode._in_order(*arguments(CELLS[0], dtype=torch.float64)))
+        ops.decode(gates[0], *in_order(*arguments(CELLS[0], dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("of_keys", [torch.float32, torch.float64], ids=str)
@@ -164,7 +167,7 @@ def test_states_and_keys_of_two_dtypes_are_refused(of_keys):
         for n, x in made._asdict().items()
     }
     made = decode.Arguments(**named)
-    inputs, nothing = decode._in_order(made, rest), made.hidden.new_zeros(T, B, 0)
+    inputs, nothing = in_order(made, rest), made.hidden.new_zeros(T, B, 0)
     with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):
         ops.decode(decode._input_gates(made), *inputs)
     with pytest.raises(RuntimeError, match="keys must have the dtype of hidden"):

@@ -249,8 +249,8 @@ SHORT = ON_CPU | {"dtypes": {FP32}}
 )
 def test_what_decides(change, loop, dtype, why):
     found = route_decoder(FACTS._replace(**change))
-    assert found[:2] == (loop, dtype)
-    assert re.match(why, found[2])
+    assert (found.loop_backend, found.dtype) == (loop, dtype)
+    assert re.match(why, found.reason)
 
 
 def test_the_extension_is_asked_last():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
-from bahdanau_fast import checks
+from bahdanau_fast import backends, checks
 from bahdanau_fast.modules import decoder_loop
 
 B, T, TK, E, H, DK, DV, F = 5, 6, 11, 3, 9, 7, 4, 6
@@ -63,8 +63,17 @@ def hook(module, *_):
 
 def operator_of(loop):
     """What decides over a decoder, where its steps are a loop of a backend, or one operator."""
-    cpu = torch.device("cpu")
-    return lambda _attention, _rnn, dtype, *_: (loop, checks.autocast_dtype(cpu) or dtype)
+
+    def decide(_attention, _rnn, dtype, *_):
+        dtype = checks.autocast_dtype(torch.device("cpu")) or dtype
+        if loop is None:
+            return backends.DecoderRoute("one operator", "cpu", dtype, "")
+        return backends.DecoderRoute("a loop of launches", loop, dtype, "")
+
+    return decide
+
+
+STEP_BY_STEP = backends.DecoderRoute("step by step", "cpu", None, "")
 
 
 def by_steps(function):
@@ -74,5 +83,5 @@ def by_steps(function):
     """
     cudnn = torch.backends.cudnn
     with pytest.MonkeyPatch.context() as patch, cudnn.flags(cudnn.enabled, allow_tf32=False):
-        patch.setattr(decoder_loop, "_operator", lambda *_: (None, None))
+        patch.setattr(decoder_loop, "_operator", lambda *_: STEP_BY_STEP)
         return function()

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from bahdanau_fast.ops import decode_on_gpu
 from bahdanau_fast.ops.attention import NEED
-from bahdanau_fast.ops.decode_arguments import Arguments, Rest
+from bahdanau_fast.ops.decode_arguments import Arguments, NonDifferentiable
 from bahdanau_fast.ops.operator import operators
 from bahdanau_fast.parity import allowed, error
 
@@ -82,22 +82,18 @@ def cast(arguments, grads, dtype):
 
 def rest_of(case):
     seed = torch.tensor([77]) if case.dropout_p else None
-    return Rest(None, None, case.lens, case.mask, None, seed, case.dropout_p)
+    return NonDifferentiable(None, None, case.lens, case.mask, None, seed, case.dropout_p)
 
 
-def operands(case, arguments):
+def in_order(arguments, rest):
     """What ``decode`` takes behind the gates of inputs."""
-    a, rest = arguments, rest_of(case)
-    return (
-        *(a.hidden, a.cell, a.keys, None, None, a.values, rest.valid_lens, rest.mask),
-        *(a.w_query, a.w_v, a.w_context, a.w_input, a.w_hidden, a.bias, None),
-        *(rest.seed, rest.dropout_p),
-    )
+    named = {**arguments._asdict(), **rest._asdict()}
+    return tuple(named[name] for name in operators["decode"].names[1:-1])
 
 
 def by_operators(call, case, arguments, grads):
     """Results and gradients by name, of the operators that ``call`` runs."""
-    a, rest, given = arguments, rest_of(case), operands(case, arguments)
+    a, rest, given = arguments, rest_of(case), in_order(arguments, rest_of(case))
     kept = call("decode", a.inputs, *given, True)
     kept = tuple(x.clone() for x in kept)
     states, cells_, contexts, queries, weights, gates = kept
@@ -126,7 +122,7 @@ def by_steps(case, arguments, grads):
     with nullcontext() if gpu else cells.on_the_cpu(), torch.no_grad():
         kept = decode_on_gpu.forward("cuda", arguments.inputs, arguments, rest, keep=True)
         found = decode_on_gpu.backward("cuda", arguments, rest, kept, grads, NEEDS)
-    made = [x.cpu() for x in (*kept[:5], *found[:4], *found[4])]
+    made = [x.cpu() for x in (*kept[:5], *found)]
     return dict(zip(NAMES, made, strict=True))
 
 
@@ -177,7 +173,7 @@ def check_tokens(call, case, seed, most, tokens=39):
     got, weights = (x.clone() for x in found)
     before = torch.cat([torch.full((case.B, 1), first), got[:, :-1]], 1)
     gates = a.inputs[before.t()] @ a.w_inputs.t() + a.input_bias
-    states, _, _, _, exact, _ = operators["decode"].overload(gates, *operands(case, a), False)
+    states, _, _, _, exact, _ = operators["decode"].overload(gates, *in_order(a, rest), False)
     logits = states[0, 1:] @ dense.t() + bias
     likeliest = logits.max(-1).values.t()
     chosen = logits.transpose(0, 1).gather(2, got.unsqueeze(2)).squeeze(2)

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
-from bahdanau_fast.modules.decoder_loop import attend_step, decode_given, decode_greedily
+from bahdanau_fast.modules.decoder_loop import (
+    SpecialTokens,
+    attend_step,
+    decode_given,
+    decode_greedily,
+)
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.layers import apply_layer
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD
@@ -62,11 +67,11 @@ class StepDecoder(Decoder):
         raise NotImplementedError(f"{type(self).__name__} must define step(embedded, ...)")
 
     def write(
-        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+        self, hidden: Hidden, memory: Any, banned_tokens: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
         """Greedy decoding in one call: tokens (B,T), <pad> behind <eos>, and weights (B,T,Tk).
 
-        The arguments are those of :meth:`step`, without a first token; tokens ``left_out`` are
+        The arguments are those of :meth:`step`, without a first token; tokens ``banned_tokens`` are
         never written, T is at most ``max_steps``. None: the caller has to decode step by step.
         """
         return None
@@ -168,13 +173,14 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         return attend_step(self.attention, self.rnn, embedded, hidden, memory)
 
     def write(
-        self, hidden: Hidden, memory: Any, left_out: list[int], max_steps: int
+        self, hidden: Hidden, memory: Any, banned_tokens: list[int], max_steps: int
     ) -> tuple[Tensor, Tensor] | None:
         """Greedy decoding in one call; see :meth:`StepDecoder.write`."""
         if type(self).step is not Seq2SeqAttentionDecoder.step:
             return None
         layers = (self.attention, self.rnn, self.embedding, self.dense)
-        return decode_greedily(layers, hidden, memory, (BOS, EOS, PAD), left_out, max_steps)
+        special = SpecialTokens(BOS, EOS, PAD)
+        return decode_greedily(layers, hidden, memory, special, banned_tokens, max_steps)
 
     def forward(self, X: Tensor, state: State) -> tuple[Tensor, State]:
         """Decode tokens of a target.

@@ -88,13 +88,13 @@ class Start(NamedTuple):
     decoder: StepDecoder
     memory: Any
     hidden: Hidden
-    left_out: list[int]  # tokens that are never written
+    banned_tokens: list[int]  # tokens that are never written
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits of the next token in fp32 or better; -inf for excluded tokens."""
         logits: Tensor = self.decoder.dense(features)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[..., self.left_out] = float("-inf")
+        logits[..., self.banned_tokens] = float("-inf")
         return logits
 
 
@@ -111,8 +111,8 @@ def started(
     model.eval()
     try:
         state = decoder.init_state(model.encoder(source, source_lens), source_lens)
-        left_out = [PAD, BOS] if unknown else [PAD, BOS, UNK]
-        yield Start(decoder, decoder.memory(state), state[1], left_out)
+        banned_tokens = [PAD, BOS] if unknown else [PAD, BOS, UNK]
+        yield Start(decoder, decoder.memory(state), state[1], banned_tokens)
     finally:
         model.train(was_training)
 

@@ -95,8 +95,8 @@ def greedy(
     tokens: list[Tensor] = []
     weights: list[Tensor] = []
     with started(model, source, source_lens, max_steps, unknown) as start:
-        decoder, memory, hidden, left_out = start
-        written = decoder.write(hidden, memory, left_out, max_steps)
+        decoder, memory, hidden, banned_tokens = start
+        written = decoder.write(hidden, memory, banned_tokens, max_steps)
         if written is not None:
             return written
         token = source.new_full((len(source),), BOS)

@@ -6,6 +6,7 @@ What comes back is held against the same decoder in plain PyTorch, step by step 
 import torch
 
 from bahdanau_fast.ops import decode as operator
+from bahdanau_fast.ops.operator import operators
 from fuzzing.drawn import (
     NUMBERS,
     SIZES,
@@ -53,7 +54,13 @@ def _drawn(read, generator, T):
         ),
     )
     lens = lengths(read, B, 1, Tk, generator)
-    return of, operator.Rest(valid_lens=lens)
+    return of, operator.NonDifferentiable(valid_lens=lens)
+
+
+def _in_order(made, rest):
+    """What ``decode`` takes behind the gates of inputs."""
+    named = {**made._asdict(), **rest._asdict()}
+    return [named[name] for name in operators["decode"].names[1:-1]]
 
 
 def _tabled(read, made, rest):
@@ -83,7 +90,7 @@ def decode(read, generator):
         rest = rest._replace(masks=masks.to(made.hidden.dtype))
     dropout_p, seed = dropout(read)
     rest = _tabled(read, made, rest._replace(seed=seed, dropout_p=dropout_p))
-    inputs = operator._in_order(made, rest)
+    inputs = _in_order(made, rest)
     gates = operator._input_gates(made)
     results = ops.decode(*mistaken(read, [gates, *inputs, True], 10))
     again = ops.decode(gates, *inputs, False)
@@ -95,19 +102,20 @@ def decode(read, generator):
         for x in (states[-1, 1:], states[:, -1], states[:, -1], weights)
     ]
     grads[2] = None if made.cell is None else grads[2]
-    saved = (states, cells, queries, weights, kept)
-    ops.decode_backward(*mistaken(read, [*inputs, *saved, *grads], 10))
+    saved = operator.StepResults(*results)
+    kept = (states, cells, queries, weights, kept)
+    ops.decode_backward(*mistaken(read, [*inputs, *kept, *grads], 10))
     by_row = None if rest.valid_lens is None else rest.valid_lens.reshape(B)  # as modules give them
     whole = rest._replace(valid_lens=by_row)
     needed = of._replace(inputs=True, keys=True, values=True, w_v=True)
-    found = operator._gradients(made, whole, (*results, weights), grads, needed, None)
+    found = operator._gradients(made, whole, saved, weights, grads, needed, None)
     for place in () if read.broken or odd else (0, 1, 4):
         assert torch.equal(results[place], again[place]), f"result {place} is not the same again"
 
     def compare():
         leaves, dtype = _leaves(of), made.hidden.dtype
         masks = None if rest.masks is None else rest.masks.double()
-        plain = operator.Rest(valid_lens=rest.valid_lens, masks=masks)
+        plain = operator.NonDifferentiable(valid_lens=rest.valid_lens, masks=masks)
         want = operator.by_steps(operator.arranged(leaves, torch.float64), plain)
         got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
         for name, a, b in zip(want._fields, got, want, strict=True):
@@ -144,7 +152,7 @@ def greedy(read, generator):
         at = read.number(4)
         marks = (*marks[:at], read.of((*NUMBERS, V)), *marks[at + 1 :])
     rest = _tabled(read, made, rest)
-    inputs = [embedding, made.w_inputs, made.input_bias, *operator._in_order(made, rest)[:-3]]
+    inputs = [embedding, made.w_inputs, made.input_bias, *_in_order(made, rest)[:-3]]
     inputs += [w_dense, dense_bias, left_out]
     tokens, weights = ops.decode_greedy(*mistaken(read, inputs, 8), *marks)
     B, steps = tokens.shape
@@ -161,7 +169,7 @@ def greedy(read, generator):
         if 0 in (steps, H):
             return
         wide = _leaves(of)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
-        plain = operator.Rest(valid_lens=rest.valid_lens)
+        plain = operator.NonDifferentiable(valid_lens=rest.valid_lens)
         want = operator.by_steps(operator.arranged(wide, torch.float64), plain)
         agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
         logits = want.features @ w_dense.double().t() + dense_bias.double()
