@@ -162,7 +162,7 @@ def write(
     banned = _on_device(banned_tokens, bias)
     token = torch.full_like(a.hidden[0, :, 0], special.bos, dtype=torch.int64)
     ended = torch.zeros_like(token, dtype=torch.bool)
-    captured = torch.cuda.is_current_stream_capturing()
+    captured = not token.is_cpu and torch.cuda.is_current_stream_capturing()
     written: list[Tensor] = []
     for t in range(max_steps):
         embedded = F.embedding(token, a.inputs)
