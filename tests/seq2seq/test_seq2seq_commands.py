@@ -292,11 +292,13 @@ def test_plot_writes_a_page_without_what_draws(model, tmp_path, capsys, monkeypa
 
 
 def test_overwrite_begins_anew(data, tmp_path, capsys):
-    (tmp_path / "best.pt").write_bytes(b"of another training")
+    for name in (checkpoints.LAST, checkpoints.BEST):
+        (tmp_path / name).write_bytes(b"of another training")
     none = ["--validation", "0", "--overwrite"]  # so no epoch is called the best
     out, _ = said(capsys, "train", "--data", data, "--out", tmp_path, *TINY, *none)
     assert "last.pt is the last epoch; no validation pairs, so there is no best one\n" in out
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    assert len(checkpoints.load(tmp_path / checkpoints.LAST)["losses"]) > 0
 
 
 @pytest.mark.parametrize(
