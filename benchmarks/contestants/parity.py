@@ -5,9 +5,9 @@ The reference in fp64 is the oracle. Ours must keep the parity rule of DESIGN se
     max|ours - ref64| <= 2 * max|eager - ref64| + atol,  atol = two roundings of the result,
 
 for context, weights and every gradient; eager is the reference in the tested dtype. It runs on a
-few rows, so that its sums are cut otherwise than those of a call; GRANTED is for that. A baseline may
-differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of these
-sizes, and far less than any wrong term.
+few rows, so that its sums are cut otherwise than those of a call; GRANTED is for that. A baseline
+may differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of
+these sizes, and far less than any wrong term.
 
 Large shapes are checked on evenly spread batch rows. The gradient of the context is zero on the
 other rows, so that the weight gradients are sums over the checked rows alone. The checked call is

@@ -121,9 +121,7 @@ def test_one_long_sum_breaks_the_rule(plain):
     assert shares(chained, plain, drawn)["d queries"] > 2
 
     def rounded(queries, keys, values, w_v, lens):
-        return reference.attend(
-            queries, keys, values, rounded_products(w_v, torch.float32)
-        )
+        return reference.attend(queries, keys, values, rounded_products(w_v, torch.float32))
 
     exact, eager = (plain(drawn, dtype)["d queries"] for dtype in (torch.float64, torch.float32))
     once = np.abs(results(rounded, drawn, torch.float64)["d queries"] - exact).max()
