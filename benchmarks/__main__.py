@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .cases import TITLES, Case, cases, draw
-from .contestants import Provider, Unavailable, eager_too_large, registry
+from .contestants import Provider, Unavailable, need_room, registry
 from .contestants.parity import Oracle, Verdict, build_in
 from .machine import machine, rows_text, slug
 from .measure import MemoryRead, interleave
@@ -65,17 +65,13 @@ class Runner:
         }
         with torch.set_grad_enabled(case.mode != "forward"):
             for provider in self.providers:
-                reason = _why_not(provider, case)
-                if reason is not None:
-                    if reason:
-                        skipped[provider.name] = reason
+                if not _is_for(provider, case):
                     continue
                 try:
                     call, verdicts[provider.name] = self._checked(provider, case, oracle)
+                    calls[provider.name] = call
                 except (Unavailable, WorkerError) as error:
                     skipped[provider.name] = str(error)
-                    continue
-                calls[provider.name] = call
             packed["parity"] = {name: vars(verdict) for name, verdict in verdicts.items()}
             if not calls or not all(verdict.passed for verdict in verdicts.values()):
                 return packed | {"seconds": {}}
@@ -93,29 +89,23 @@ class Runner:
         self, provider: Provider, case: Case, oracle: Oracle
     ) -> tuple[Callable[[], Any], Verdict]:
         """A call and its verdict; in a process of its own, a wrong one leaves itself out alone."""
+        if provider.group == "eager" or (provider.group == "compiled" and case.mode == "train"):
+            need_room(case.shape)
         if provider.process is None:
             return oracle.checked(provider, case.task, case.mode == "train")
-        worker = self._worker(provider.name, **dict(provider.process))
+        if provider.name not in self._workers:
+            self._workers[provider.name] = Worker(dict(provider.process))
+        worker = self._workers[provider.name]
         given = (provider.name, case.task, case.shape, case.mode)
         verdict = build_in(worker, registry.__name__, *given)
         if not verdict.passed:
             raise Unavailable(f"its {verdict.where} differs: {verdict.worst:.3g} of the allowed")
         return worker, verdict
 
-    def _worker(self, name: str, **extra: str) -> Worker:
-        """The process of that name, which has these variables in its environment."""
-        if name not in self._workers:
-            self._workers[name] = Worker(extra)
-        return self._workers[name]
 
-
-def _why_not(provider: Provider, case: Case) -> str | None:
-    """Why a provider is not run in a row: "" if the row is not for it, None if it is run."""
+def _is_for(provider: Provider, case: Case) -> bool:
     meant = not provider.on_demand or {provider.name, provider.group} & set(case.extra)
-    if case.task not in provider.builders or not meant:
-        return ""
-    allocates = provider.group == "eager" or (provider.group == "compiled" and case.mode == "train")
-    return eager_too_large(case.shape) if allocates else None
+    return case.task in provider.builders and bool(meant)
 
 
 def measure(runner: Runner, only: str | None = None) -> list[dict[str, Any]]:

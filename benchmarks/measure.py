@@ -205,3 +205,14 @@ def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any] | str
         return kept  # what the graph writes into
 
     return replay
+
+
+def graphs(
+    call: Callable[[], Any], device: torch.device, calls: int, cold: bool
+) -> dict[str, GpuCall] | str:
+    """A graph of so many calls, and with ``cold`` one of one; or why there are none."""
+    many, one = captured(call, calls), captured(call) if cold else "not asked for"
+    if isinstance(many, str) or (cold and isinstance(one, str)):
+        return many if isinstance(many, str) else str(one)
+    found = {"graph": GpuCall(many, device, holds=calls)}
+    return found if isinstance(one, str) else found | {"cold": GpuCall(one, device, cold=True)}

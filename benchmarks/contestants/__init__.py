@@ -73,10 +73,15 @@ class Provider:
         return self.builders[task](inputs)
 
 
-def eager_too_large(shape: Shape) -> str | None:
-    """Why eager code does not run on a shape, or None."""
+class Unavailable(Exception):
+    """A provider cannot serve a row here; the message says why."""
+
+
+def need_room(shape: Shape) -> None:
+    """Raise Unavailable where eager code takes too much memory for a shape."""
     size = 4 * shape.features
-    return None if size <= EAGER_LIMIT else f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB"
+    if size > EAGER_LIMIT:
+        raise Unavailable(f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB")
 
 
 def decode(step: Step, queries: Tensor) -> Outputs:
@@ -119,10 +124,6 @@ def function(make: Callable[[], Attention], *tasks: str) -> dict[str, Builder]:
 # one pass. It is the strongest baseline found.
 
 MASKED = -1e6
-
-
-class Unavailable(Exception):
-    """A provider cannot serve a row here; the message says why."""
 
 
 def course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from bahdanau_fast.check.children import say
 from bahdanau_fast.ops.operator import operators
 
 from .. import measure
-from ..measure import GpuCall, captured, interleave
+from ..measure import graphs, interleave
 from .decide import SWEEPS, Call, Sweep, Way
 
 HELD, SECONDS = 5, 0.3  # calls in a graph; of timing a call in all its ways
@@ -114,7 +114,10 @@ class Lab:
                     first = first or found
                     if self.mode == "timed":
                         row["differs"] = max(map(_differ, found, first))
-                        timed |= _graphs(label, made, call)
+                        held = graphs(made, torch.device("cuda"), HELD, call.sizes[1] == 1)
+                        if isinstance(held, str):
+                            raise RuntimeError(held)
+                        timed |= {(label, kind): graph for kind, graph in held.items()}
             except Exception as error:  # a GPU may have no room for a way
                 row["problem"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if timed:
@@ -230,19 +233,6 @@ def _cut(plan: Callable[..., Any], tile: dict[str, int], *sizes: Any) -> Any:
     return found._replace(
         quads=-(-hidden // (8 * splits)) * 2 * splits, splits=splits, blocks=blocks
     )
-
-
-def _graphs(label: str, made: Callable[[], Any], call: Call) -> dict[Any, Any]:
-    """A call in a graph, and of one query alone with no input in the L2."""
-    found = {}
-    for kind, held in {"graph": HELD, "cold": 1}.items():
-        if kind == "graph" or call.sizes[1] == 1:
-            graph = captured(made, held)
-            if isinstance(graph, str):
-                raise RuntimeError(graph)
-            cold = kind == "cold"
-            found[label, kind] = GpuCall(graph, torch.device("cuda"), cold=cold, holds=held)
-    return found
 
 
 def _differ(x: Tensor, y: Tensor) -> float:

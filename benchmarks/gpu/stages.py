@@ -26,7 +26,7 @@ from ..cases import LIST, MANY_QUERIES, STEPS_ON_MEMORY, SUBJECT, Inputs, Shape,
 from ..contestants import Provider
 from ..contestants.parity import Oracle, prepare
 from ..contestants.registry import by_name
-from ..measure import GpuCall, captured, interleave, synchronize
+from ..measure import GPU_CALLS, GpuCall, graphs, interleave, synchronize
 from . import Row, rows
 from .user import user
 
@@ -142,16 +142,13 @@ def timed(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, 
     with _settings(case):
         call, result = checked(case, provider, device)
         result["bytes"] = least_bytes(case, call(), device)
-        calls = {"called": GpuCall(call, device)}
-        graph = captured(call)
-        many = captured(call, measure.GPU_CALLS) if callable(graph) else graph
-        if callable(graph) and callable(many):
-            calls["graph"] = GpuCall(many, device, holds=measure.GPU_CALLS)
-            calls["cold"] = GpuCall(graph, device, cold=True)
-            if provider.group == "ours":
-                result["graph gives the same bits"] = repeats_bits(call, graph)
+        calls, found = {"called": GpuCall(call, device)}, graphs(call, device, GPU_CALLS, cold=True)
+        if isinstance(found, str):
+            result["no graph"] = found
         else:
-            result["no graph"] = many
+            calls |= found
+            if provider.group == "ours":
+                result["graph gives the same bits"] = repeats_bits(call, found["cold"])
         result |= interleave(calls, measure.GPU_SECONDS).packed()
         return result | (kernels(call, device) if provider.group == "ours" else {})
 

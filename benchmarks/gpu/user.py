@@ -27,7 +27,7 @@ from bahdanau_fast import backends
 from .. import measure
 from ..contestants import CourseAttention
 from ..decoders import DROP_IN, FUSE, NONE, OURS, OWN, TASKS, Judge, Setting, Work, worst
-from ..measure import GpuCall, captured, interleave, synchronize
+from ..measure import GpuCall, graphs, interleave, synchronize
 from ..worker import ROOT
 from . import Row
 
@@ -133,10 +133,9 @@ class _Host(GpuCall):
 def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[str, Any]:
     """Seconds of a call, and from a graph of so many."""
     timed = {"called": GpuCall(call, device)}
-    replay = captured(call, holds) if holds else "not asked for"
-    if callable(replay):
-        timed["graph"] = GpuCall(replay, device, holds=holds)
-    told = {} if callable(replay) else {"no graph": replay}
+    found = graphs(call, device, holds, cold=False) if holds else "not asked for"
+    told = {"no graph": found} if isinstance(found, str) else {}
+    timed |= {} if isinstance(found, str) else found
     return interleave(timed, measure.GPU_SECONDS).packed() | told
 
 
