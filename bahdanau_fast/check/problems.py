@@ -157,8 +157,9 @@ class Case(NamedTuple):
             (self.hidden, key_size),
             (1, self.hidden),
         )
-        tensors[3] *= query_size**-0.5
-        tensors[4] *= key_size**-0.5
+        _, _, _, w_q, w_k, _ = tensors
+        w_q *= query_size**-0.5
+        w_k *= key_size**-0.5
         if self.seen == "all":
             return tensors, {}
         if self.seen == "mask":

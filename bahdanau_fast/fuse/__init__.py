@@ -66,7 +66,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
     """
     _check(model)
     records = []
-    compiled = {each for each in model.modules() if _compiles(each)}
+    compiled = set(filter(_compiles, model.modules()))
     for name, module in model.named_modules():
         record = record_of(module)
         if record is None:
@@ -75,7 +75,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
                 record.state = "own"
             elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
                 continue
-            elif any(isinstance(each, _FAST) for each in module.modules()):
+            elif any(isinstance(layer, _FAST) for layer in module.modules()):
                 record.leave("", "holds layers of torch that have a fast path of their own")
             elif not compiled.isdisjoint(module.modules()):
                 record.leave("", "runs compiled code: compile with backend='bahdanau_fast'")
@@ -112,10 +112,10 @@ def unfuse(model: nn.Module) -> list[str]:
         TypeError: ``model`` is not a module.
     """
     _check(model)
-    found = [(name, each) for name, each in model.named_modules() if record_of(each) is not None]
-    for _, module in found:
+    fused = [named for named in model.named_modules() if record_of(named[1]) is not None]
+    for _, module in fused:
         put_back(module)
-    return [name for name, _ in found]
+    return [name for name, _ in fused]
 
 
 def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -130,7 +130,7 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
     return compiling.fuse_graph(graph, example_inputs)
 
 
-# Calls with an example, at most: one is looked at, the next compiled, lazy layers take one before.
+# Calls with an example: one is looked at, the next compiled, lazy layers take one before.
 _CALLS = 3
 # They compute otherwise where a mode of torch's functions is on.
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -138,25 +138,25 @@ _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLaye
 
 def _others(kind: Any) -> list[str]:
     """Methods beside ``forward`` that none of the class calls: who calls them is not watched."""
-    users = [vars(each) for each in kind.__mro__ if each is not object and not is_of_torch(each)]
-    own = {n: f for each in users for n, f in each.items() if inspect.isfunction(f)}
-    called = {"forward"}.union(*(function.__code__.co_names for function in own.values()))
-    return [name for name in own if name not in called and not name.startswith("_")]
+    users = [vars(cls) for cls in kind.__mro__ if cls is not object and not is_of_torch(cls)]
+    methods = {n: f for body in users for n, f in body.items() if inspect.isfunction(f)}
+    called = {"forward"}.union(*(function.__code__.co_names for function in methods.values()))
+    return [name for name in methods if name not in called and not name.startswith("_")]
 
 
 def _compiles(module: nn.Module) -> bool:
     """Whether what it calls by name is compiled: a compiler would look into our mode."""
-    own = None if is_of_torch(type(module)) else type(module).forward
-    todo: list[Any] = [module._compiled_call_impl, vars(module).get("forward", own)]
+    forward = None if is_of_torch(type(module)) else type(module).forward
+    todo: list[Any] = [module._compiled_call_impl, vars(module).get("forward", forward)]
     seen: set[Any] = set()
-    for each in todo:
-        if inspect.isfunction(each) and each not in seen and not is_of_torch(each):
-            seen.add(each)
+    for function in todo:
+        if inspect.isfunction(function) and function not in seen and not is_of_torch(function):
+            seen.add(function)
             with contextlib.suppress(ValueError):  # a cell that is empty yet
-                named = inspect.getclosurevars(inspect.unwrap(each))
+                named = inspect.getclosurevars(inspect.unwrap(function))
                 todo += [*named.nonlocals.values(), *named.globals.values()]
                 todo += [inspect.getattr_static(module, name, None) for name in named.unbound]
-    return any(hasattr(each, "_torchdynamo_orig_callable") for each in seen)
+    return any(hasattr(function, "_torchdynamo_orig_callable") for function in seen)
 
 
 def _check(model: nn.Module) -> None:

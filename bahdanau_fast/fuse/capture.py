@@ -20,7 +20,7 @@ from torch._dynamo.exc import (
 
 from bahdanau_fast.fuse.choice import GraphError
 from bahdanau_fast.fuse.compiling import rewrite
-from bahdanau_fast.fuse.facts import Facts
+from bahdanau_fast.fuse.facts import ModuleFacts
 from bahdanau_fast.fuse.look import looked_at
 from bahdanau_fast.fuse.report import Record
 
@@ -47,17 +47,17 @@ _numbers = itertools.count()
 class _Way:
     """A forward that is compiled while some facts hold."""
 
-    def __init__(self, module: Any, record: Record, own: Any) -> None:
-        self.facts, self._record, self._own = Facts(module), record, own
+    def __init__(self, module: Any, record: Record, forward: Any) -> None:
+        self.facts, self._record, self._forward = ModuleFacts(module), record, forward
         self.fresh = True  # the next call may compile
         self.compile(whole=True)
 
     def compile(self, whole: bool) -> None:
         """As one graph, or in parts, where the whole cannot be captured."""
-        self.whole, own = whole, self._own
+        self.whole, forward = whole, self._forward
 
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return own(self, *args, **kwargs)
+            return forward(self, *args, **kwargs)
 
         # What was compiled is counted by code, and sizes that change by its name.
         rest = run.__globals__, run.__name__, run.__defaults__, run.__closure__
@@ -83,61 +83,59 @@ class Capture:
         self._refused: set[Any] = set()
         self._calls = 0
 
-    def __call__(self, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         """Call a module."""
-        found, result = looked_at(self.record, module, own, args, kwargs)
-        if found:
+        observed, result = looked_at(self.record, module, forward, args, kwargs)
+        if observed:
             return result
-        way, record = self._way(module, own), self.record
+        way, record = self._way(module, forward), self.record
         if way is None or (self._refused and _kind(module, args, kwargs) in self._refused):
-            return own(module, *args, **kwargs)
+            return forward(module, *args, **kwargs)
         compiled = record.compiled
         try:
             result = way.call(module, args, kwargs)
         except GraphError as error:
             if not way.whole:
                 raise error.__cause__ or error from None
-            return own(module, *args, **kwargs)
+            return forward(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             if not way.whole:
                 raise
             # While the whole was captured: nothing has run.
             if way.fresh and not isinstance(error, (Unsupported, UserError)):
-                return self._refuse(error, module, own, args, kwargs)
+                return self._refuse(error, module, forward, args, kwargs)
             if way.fresh:
                 way.compile(whole=False)
             way.fresh = True
-            return self(module, own, args, kwargs)
+            return self(module, forward, args, kwargs)
         way.fresh = record.compiled > compiled
         self._calls += 1
-        if (
-            not record.choices
-            and max(self._calls * (not record.compiled), record.compiled) >= _EMPTY
-        ):
+        graphs = record.compiled or self._calls
+        if not record.choices and graphs >= _EMPTY:
             record.leave("", "no additive attention in what torch's compiler captured", True)
         elif not way.fresh and record.choices and not any(c.pays for c in record.choices):
             record.rest(args)
         return result
 
-    def _way(self, module: Any, own: Any) -> _Way | None:
+    def _way(self, module: Any, forward: Any) -> _Way | None:
         """What was compiled for a module as it is; None where hooks look at its gradients."""
         i = next((i for i, way in enumerate(self._ways) if way.facts.hold()), None)
         if i is None and len(self._ways) >= _WAYS:
             self.record.leave("", "its hooks, layers or methods change again and again", True)
             return None
         if i != 0:
-            way = _Way(module, self.record, own) if i is None else self._ways.pop(i)
+            way = _Way(module, self.record, forward) if i is None else self._ways.pop(i)
             self._ways.insert(0, way)
         return None if self._ways[0].facts.watched else self._ways[0]
 
-    def _refuse(self, error: Exception, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    def _refuse(self, error: Exception, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run as written what torch does not capture."""
         self._refused.add(_kind(module, args, kwargs))
         if len(self._refused) > _REFUSED:
             line = str(error).strip().partition("\n")[0]
             why = f"torch's compiler leaves it: {type(error).__name__}: {line}"
             self.record.leave("", why, True)
-        return own(module, *args, **kwargs)
+        return forward(module, *args, **kwargs)
 
 
 def _kind(module: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A graph as the user wrote it, or with the operator: whichever takes less time, asked again."""
+"""A graph as the user wrote it, or with the operator: whichever takes less time, now and later."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Choice", "GraphError", "Times"]
 PAYS = 0.95
 # Timing takes at most so much of the time of the calls until it is done again.
 _SHARE = 0.01
-# Calls with keys that were there before, from which on they are expected again.
+# Calls with the keys of the call before, from which on they are expected again.
 _REPEATS = 2
-# Seconds that timing goes on for, and rounds, at most.
+# The most seconds and rounds of timing.
 _SECONDS, _ROUNDS = 0.05, 15
 
 
@@ -49,7 +49,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 class _Kind:
-    """What is known of calls of some sizes."""
+    """Calls of some sizes: what they run, how often, and their times."""
 
     def __init__(self) -> None:
         self.run: Any = None
@@ -57,7 +57,7 @@ class _Kind:
         self.times: Times | None = None
         self.due = 0.0
         self.wait = 0.2  # grows while decisions stay
-        # Calls that ran as written; those of them whose keys were there before, and where.
+        # Calls that ran as written; those with the keys of the call before, and their address.
         self.calls = self.repeats = self.last = 0
 
 
@@ -67,7 +67,7 @@ class Choice:
     Attributes:
         shared: with other graphs of the module.
         grad: whether gradients are recorded.
-        kinds: what is known by size, a power of two of each symbol.
+        kinds: by size, a power of two of each symbol.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Choice:
             kind.runs += 1
         elif self._keys is not None:
             kind.calls += 1
-            there = inputs[self._keys].data_ptr()
-            kind.repeats += kind.last == there
-            kind.last = there
-            if kind.repeats == _REPEATS:  # what is projected is known from then on
+            address = inputs[self._keys].data_ptr()
+            kind.repeats += kind.last == address
+            kind.last = address
+            if kind.repeats == _REPEATS:  # the projection is cached from then on
                 kind.due = 0.0
         try:
             return kind.run(*inputs)
@@ -120,7 +120,7 @@ class Choice:
         on_gpu = any(x.is_cuda for x in tensors)
         if torch._C._autograd._profiler_enabled() or (
             on_gpu and torch.cuda.is_current_stream_capturing()
-        ):  # not what is looked at, or what may be waited for
+        ):  # a profile shows the user's calls alone, and a capture cannot wait
             kind.run = kind.run or self.plain
             return
         begin, before = time.perf_counter(), kind.run
@@ -161,9 +161,9 @@ class Choice:
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
         leaves = []
         if self.grad:
-            asked = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-            leaves = [copies[i].requires_grad_() for i in asked]
-            for i, leaf in zip(asked, leaves, strict=True):
+            learnt = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+            leaves = [copies[i].requires_grad_() for i in learnt]
+            for i, leaf in zip(learnt, leaves, strict=True):
                 copies[i] = leaf.clone() if self._writes else leaf
         return copies, leaves
 
@@ -171,15 +171,14 @@ class Choice:
         for leaf in leaves:
             leaf.grad = None
         begin = _now(copies)
-        found = way(*copies)
-        outs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
+        outs = [x for x in way(*copies) if isinstance(x, Tensor) and x.requires_grad]
         if leaves and outs:
             torch.autograd.backward(outs, [*map(torch.ones_like, outs)])
         return _now(copies) - begin
 
 
 def _now(inputs: list[Any]) -> float:
-    """Seconds, once a GPU has done what it was given."""
+    """Seconds, once a GPU has done its work."""
     if any(isinstance(x, Tensor) and x.is_cuda for x in inputs):
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -33,10 +33,10 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
     """
     with contextlib.suppress(Exception):  # whatever fails, the graph before it is used
         rewriter = Rewriter(graph, example_inputs, Shared(NoCaches()))
-        for at in rewriter.activations():
+        for anchor in rewriter.activations():
             with contextlib.suppress(Exception):  # it is left
-                piece, plan = rewriter.find(at, False)
-                rewriter.put(piece, plan, _traced(rewriter.notes.graph, at, plan))
+                piece, plan = rewriter.find(anchor, False)
+                rewriter.put(piece, plan, _traced(rewriter.notes.graph, anchor, plan))
         return rewriter.rewritten()
     return graph
 
@@ -68,15 +68,15 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
     record.compiled += 1
     try:
         rewriter = Rewriter(graph, example_inputs, record.shared)
-        for at in rewriter.activations():
+        for anchor in rewriter.activations():
             try:
-                piece, plan = rewriter.find(at, True)
+                piece, plan = rewriter.find(anchor, True)
                 rewriter.put(piece, plan)
             except Exception as error:
-                record.leave(rewriter.source(at), _said(error))
+                record.leave(rewriter.source(anchor), _said(error))
             else:
                 fused += 1
-                record.found(rewriter.source(at), rewriter.notes.graph, piece)
+                record.fuse(rewriter.source(anchor), rewriter.notes.graph, piece)
         rewritten = rewriter.rewritten() if fused else None
     except Exception as error:
         record.leave("", f"cannot be looked at: {_said(error)}")
@@ -101,7 +101,7 @@ def _compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _traced(graph: Graph, at: int, plan: FusedPlan) -> fx.Graph:
+def _traced(graph: Graph, anchor: int, plan: FusedPlan) -> fx.Graph:
     """A plan by operators of torch alone, with their sizes as symbols."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -111,7 +111,7 @@ def _traced(graph: Graph, at: int, plan: FusedPlan) -> fx.Graph:
         return run(*inputs)
 
     trace = make_fx(planned, pre_dispatch=True, _allow_non_fake_inputs=True)
-    with apart(torch.device("cpu")), as_before(graph.nodes[at].state), _compiling():
+    with apart(torch.device("cpu")), as_before(graph.nodes[anchor].state), _compiling():
         return trace(*[graph.values[number].tensor for number in plan.inputs]).graph
 
 
@@ -125,5 +125,5 @@ def backend(graph: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
     """
     from torch._inductor.compile_fx import compile_fx
 
-    made: Any = compile_fx(fuse_graph(graph, example_inputs), example_inputs, **options)
-    return made
+    compiled: Any = compile_fx(fuse_graph(graph, example_inputs), example_inputs, **options)
+    return compiled

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Facts", "is_of_torch"]
+__all__ = ["ModuleFacts", "is_of_torch"]
 
 _everywhere = nn.modules.module
 
 
-class Facts:
+class ModuleFacts:
     """A module as it was.
 
     Attributes:
@@ -25,25 +25,17 @@ class Facts:
         self._layers = [(m._modules, [*m._modules.values()]) for m in modules if m._modules]
         # pylint's and mypy's types of hooks differ: they are dictionaries.
         hooks: list[Any] = [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._hooks = [
-            *hooks,
-            _everywhere._global_forward_hooks,
-            _everywhere._global_forward_pre_hooks,
-        ]
-        backward: list[Any] = [
-            d for m in modules for d in (m._backward_hooks, m._backward_pre_hooks)
-        ]
-        self._backward = [
-            *backward,
-            _everywhere._global_backward_hooks,
-            _everywhere._global_backward_pre_hooks,
-        ]
+        hooks += [_everywhere._global_forward_hooks, _everywhere._global_forward_pre_hooks]
+        backward: list[Any] = [_everywhere._global_backward_hooks]
+        backward += [_everywhere._global_backward_pre_hooks]
+        backward += [d for m in modules for d in (m._backward_hooks, m._backward_pre_hooks)]
+        self._hooks, self._backward = hooks, backward
         kinds = dict.fromkeys(kind for m in modules for kind in type(m).__mro__)
         dicts = [vars(kind) for kind in kinds if not is_of_torch(kind) and kind is not object]
         methods = [(d, name, f) for d in dicts for name, f in d.items()]
-        self._methods = [each for each in methods if hasattr(each[2], "__get__")]
-        theirs = [vars(kind) for kind in kinds if is_of_torch(kind) and "forward" in vars(kind)]
-        self._methods += [(d, "forward", d["forward"]) for d in theirs]
+        self._methods = [method for method in methods if hasattr(method[2], "__get__")]
+        torchs = [vars(kind) for kind in kinds if is_of_torch(kind) and "forward" in vars(kind)]
+        self._methods += [(d, "forward", d["forward"]) for d in torchs]
         self._names = frozenset({"forward", *(name for _, name, _ in self._methods)})
         self._hooked, self._replaced = self._hooks_now(), self._replaced_now()
         # Its compiler takes numbers of Python's generators from elsewhere.
@@ -60,23 +52,21 @@ class Facts:
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        hooked = bool(self._hooked)
-        replaced = bool(self._replaced)
         return (
-            (self._hooked == self._hooks_now() if hooked else not any(self._hooks))
+            (self._hooked == self._hooks_now() if self._hooked else not any(self._hooks))
             and any(self._backward) == self._looked
             and all([_same(d, layers) for d, layers in self._layers])
             and all([d.get(name) is method for d, name, method in self._methods])
             and (
                 self._replaced == self._replaced_now()
-                if replaced
+                if self._replaced
                 else all(map(self._names.isdisjoint, self._instances))
             )
         )
 
 
 def _is_special(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has no size yet, or was made in inference mode."""
+    """Whether a parameter has no size yet, or is of inference mode."""
     return isinstance(parameter, nn.UninitializedParameter) or parameter.is_inference()
 
 

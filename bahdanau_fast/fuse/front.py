@@ -38,19 +38,18 @@ class _InFront(Unscriptable):
         reduced = tuple(super().__reduce_ex__(protocol))
         if len(reduced) < 3 or not isinstance(reduced[2], dict):
             return reduced  # in a way of the user's
-        _, _, kept, *others = reduced
-        named = {name: each for name, each in kept.items() if name != _RECORD}
-        record = kept.get(_RECORD)
-        given = None if record is None else (record.name, record.shared.always)
-        return (_make, (self._original, given), named, *others)
+        attributes = dict(reduced[2])
+        record = attributes.pop(_RECORD, None)
+        settings = None if record is None else (record.name, record.shared.always)
+        return (_make, (self._original, settings), attributes, *reduced[3:])
 
 
-def _make(original: type[nn.Module], given: tuple[str, bool] | None) -> nn.Module:
+def _make(original: type[nn.Module], settings: tuple[str, bool] | None) -> nn.Module:
     """An empty module with a class in front, for ``copy`` and ``pickle`` to fill."""
-    made: nn.Module = object.__new__(_class_of(original))
-    if given is not None:
-        made.__dict__[_RECORD] = Record(given[0], original.__name__, given[1])
-    return made
+    module: nn.Module = object.__new__(_class_of(original))
+    if settings is not None:
+        module.__dict__[_RECORD] = Record(settings[0], original.__name__, settings[1])
+    return module
 
 
 # One class for all modules of a class, so that copies are of the same class.
@@ -64,19 +63,19 @@ def _class_of(original: Any) -> Any:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = original.forward
+        plain = original.forward
         if torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         record = self.__dict__.get(_RECORD)
         if record is None or record.rests(args) or not _is_plain(self):
-            return own(self, *args, **kwargs)
-        record.calls.append(None)  # before it is asked whether another thread is done
+            return plain(self, *args, **kwargs)
+        record.calls.append(None)  # before reading whether another thread is done
         try:
             if record.done:
-                return own(self, *args, **kwargs)
+                return plain(self, *args, **kwargs)
             if record.way is None:
                 record.way = _first_way(record)
-            return record.way(self, own, args, kwargs)
+            return record.way(self, plain, args, kwargs)
         finally:
             record.calls.pop()
             if record.done and not record.calls:
@@ -89,8 +88,8 @@ def _class_of(original: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    made = _classes[original] = type(original)(original.__name__, (_InFront, original), body)
-    return made
+    _classes[original] = type(original)(original.__name__, (_InFront, original), body)
+    return _classes[original]
 
 
 def _first_way(record: Record) -> Any:

@@ -23,11 +23,11 @@ _DULL, _NEAR = 2, 8
 # A module is compiled once its calls took so many seconds, or have a sum of so many elements.
 _SECONDS, _ELEMENTS = 0.01, 1 << 20
 
-_here = threading.local()  # who notes what this thread calls
+_thread = threading.local()  # has the recorder of this thread's calls
 
 
 class _Span:
-    """The calls that a module made, of all that were noted."""
+    """The calls of a module, among all that were recorded."""
 
     def __init__(self, graph: Graph, record: Record) -> None:
         self.record = record
@@ -42,28 +42,28 @@ class Look:
 
     def __init__(self, record: Record) -> None:
         self.record = record
-        self.looks, self.near = 0, False
+        self.looks, self.maybe_later = 0, False
         self.seconds = 0.0  # that calls took which have additive attention
 
-    def __call__(self, module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         """Call a module."""
-        found, result = looked_at(self.record, module, own, args, kwargs)
-        if found:
+        observed, result = looked_at(self.record, module, forward, args, kwargs)
+        if observed:
             return result
         begin = time.perf_counter()
         if self.seconds or any(
             isinstance(p, nn.UninitializedParameter) for p in module.parameters()
         ):
-            result = own(module, *args, **kwargs)  # lazy layers get their sizes
+            result = forward(module, *args, **kwargs)  # lazy layers get their sizes
             self.took(bool(self.seconds) * (time.perf_counter() - begin))
             return result
-        _here.recorder = recorder = CallRecorder()
+        _thread.recorder = recorder = CallRecorder()
         try:
             with recorder:
-                _, result = looked_at(self.record, module, own, args, kwargs)
+                _, result = looked_at(self.record, module, forward, args, kwargs)
                 seconds = time.perf_counter() - begin
         finally:
-            _here.recorder = None
+            _thread.recorder = None
         try:
             with torch._C.DisableTorchFunction():
                 _look(recorder.graph, recorder.spans, seconds)
@@ -81,14 +81,16 @@ class Look:
             self.record.state, self.record.way = "looked", None
 
 
-def looked_at(record: Record, module: Any, own: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def looked_at(
+    record: Record, module: Any, forward: Any, args: Any, kwargs: Any
+) -> tuple[bool, Any]:
     """Whether a module around this one is looked at, and what this one gives then."""
-    recorder = getattr(_here, "recorder", None)
+    recorder = getattr(_thread, "recorder", None)
     if recorder is None:
         return False, None
     span = _Span(recorder.graph, record)
     try:
-        return True, own(module, *args, **kwargs)
+        return True, forward(module, *args, **kwargs)
     finally:
         span.end = len(recorder.graph.nodes)
         recorder.spans.append(span)
@@ -96,8 +98,8 @@ def looked_at(record: Record, module: Any, own: Any, args: Any, kwargs: Any) -> 
 
 def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
     """What the calls of some modules show; the last is around the others."""
-    found = {i: summed(graph, i) for i, n in enumerate(graph.nodes) if n.name in ACTIVATIONS}
-    sums = {i: repeats for i, (several, repeats) in found.items() if several}
+    activations = [i for i, n in enumerate(graph.nodes) if n.name in ACTIVATIONS]
+    sums = {i: repeats for i in activations for several, repeats in [summed(graph, i)] if several}
     firsts = {id(span.record): span for span in reversed(spans)}
     owners: list[_Span] = []
     around = set[int]()  # modules with a sum in them
@@ -107,14 +109,14 @@ def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
         first = inside[0].record
         if firsts[id(first)] is not inside[0]:
             continue  # what is called in a loop is looked at once
-        owner, why, near = _owner(graph, i, inside)
+        owner, why, maybe_later = _owner(graph, i, inside)
         if owner is not None:
             owners.append(owner)
             if isinstance(owner.record.way, Look):
                 owner.record.way.took(seconds, graph.values[graph.nodes[i].out[0]].numel)
         elif isinstance(first.way, Look):
-            first.way.near |= near
-            if repeats or near:
+            first.way.maybe_later |= maybe_later
+            if repeats or maybe_later:
                 first.leave(graph.nodes[i].source, why)
     fused = {id(owner.record) for owner in owners}
     for key, span in firsts.items():
@@ -125,24 +127,24 @@ def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
         record.state = "left" if record.reasons else "none"
         part = any(owner.begin <= span.begin and span.end <= owner.end for owner in owners)
         others = key in around and bool(owners)
-        record.done = part or others or look.looks >= (_NEAR if look.near else _DULL)
+        record.done = part or others or look.looks >= (_NEAR if look.maybe_later else _DULL)
 
 
 def _owner(graph: Graph, i: int, inside: list[_Span]) -> tuple[_Span | None, str, bool]:
     """The module that is to be compiled for a sum: the innermost that has as much as there is."""
-    best, whole, why, near = None, False, "", False
+    best, whole, why, maybe_later = None, False, "", False
     for span in inside:
         try:
             piece = find(graph, i, small_sizes(graph, i), range(span.begin, span.end), True)
-        except Exception as error:  # of our own part
+        except Exception as error:  # of the finder
             if span is inside[0]:
                 why = (
                     str(error)
                     if isinstance(error, NotFusable)
                     else f"{type(error).__name__}: {error}"
                 )
-                near = getattr(error, "maybe_later", False)
+                maybe_later = getattr(error, "maybe_later", False)
             continue
         if best is None or (piece.context is not None and not whole):
             best, whole = span, piece.context is not None
-    return best, why, near
+    return best, why, maybe_later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def _elements(args: tuple[Any, ...]) -> int:
 
 
 class Record:
-    """What is known of a module.
+    """The state of a module, and where it computes additive attention.
 
     Its state is "waiting"; "looked" at, and to be compiled; "fused", compiled with the operator in
     it; "left"; "own"; or "none" where there is nothing of the kind.
@@ -63,7 +64,9 @@ class Record:
         self.at_once = always  # the next call is looked at
         self.choices: list[Any] = []  # of its graphs
         self.compiled = 0  # graphs
-        self.places: dict[tuple[str, str], str] = {}  # what is left of a place and formula
+        self.formulas: dict[
+            tuple[str, str], str
+        ] = {}  # why a softmax is no part, by place and formula
         self.reasons: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.methods: list[str] = []  # that somebody else may call
@@ -93,19 +96,19 @@ class Record:
         """Nothing of this call was fused: the next ones like it run as written."""
         self._rest[torch.is_grad_enabled()] = [_REST, _elements(args)]
 
-    def leave(self, place: str, why: str, done: bool = False) -> None:
-        """Say that something at a place stays as it is, or the module for good."""
-        self.reasons[place] = why
+    def leave(self, source: str, why: str, done: bool = False) -> None:
+        """Say that something at a line stays as it is, or the module for good."""
+        self.reasons[source] = why
         self.done |= done
-        if self.state in ("waiting", "none") or (self.state == "looked" and not place):
+        if self.state in ("waiting", "none") or (self.state == "looked" and not source):
             self.state = "left"
 
-    def found(self, place: str, graph: Graph, piece: Piece) -> None:
-        """Take down a piece."""
-        self.reasons.pop(place, None)
+    def fuse(self, source: str, graph: Graph, piece: Piece) -> None:
+        """Say that a piece at a line is computed by the operator."""
+        self.reasons.pop(source, None)
         self.state = "fused"
         rest = f"; softmax not part: {piece.rest}" if piece.context is None and piece.rest else ""
-        self.places[place, _formula(graph, piece, self.names)] = rest
+        self.formulas[source, _formula(graph, piece, self.names)] = rest
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """A row for each place and kind of call, and whether that is "fused" or "left"."""
@@ -114,13 +117,16 @@ class Record:
             yield "waiting", Entry(*named, "", "", "is looked at when called")
         if self.state == "own":
             yield "left", Entry(*named, "", "", "already this package's")
-        why = "".join(f"; {reason}" for place, reason in self.reasons.items() if not place)
-        for (place, formula), rest in self.places.items():
+        why = f"; {self.reasons['']}" if "" in self.reasons else ""
+        for (source, formula), rest in self.formulas.items():
             for fused, text in self._kinds():
-                yield "fused" if fused else "left", Entry(*named, place, formula, text + rest + why)
-        for place, reason in self.reasons.items():
-            if place or not self.places:
-                yield "left", Entry(*named, place, "", reason)
+                yield (
+                    "fused" if fused else "left",
+                    Entry(*named, source, formula, text + rest + why),
+                )
+        for source, reason in self.reasons.items():
+            if source or not self.formulas:
+                yield "left", Entry(*named, source, "", reason)
 
     def _kinds(self) -> list[tuple[bool, str]]:
         """Of each kind of call whether it is fused, and its times."""
@@ -147,14 +153,14 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
         data = graph.values[number].data
         return names.get(id(data), other).removesuffix(".weight")
 
-    def term(each: Addend) -> str:
-        value = graph.values[each.x]
-        if each.w is None and value.constant and len(value.shape) == 1:
-            return name(each.x, "b")
-        text = next(letters[each.key], "x")
-        text = text if each.w is None else f"{name(each.w, 'W')} {text}"
-        text = text if each.factor == 1.0 else f"{each.factor:g} {text}"
-        return text if each.bias is None else f"{text} + {name(each.bias, 'b')}"
+    def term(addend: Addend) -> str:
+        value = graph.values[addend.x]
+        if addend.w is None and value.constant and len(value.shape) == 1:
+            return name(addend.x, "b")
+        text = next(letters[addend.key], "x")
+        text = text if addend.w is None else f"{name(addend.w, 'W')} {text}"
+        text = text if addend.factor == 1.0 else f"{addend.factor:g} {text}"
+        return text if addend.bias is None else f"{text} + {name(addend.bias, 'b')}"
 
     terms = " + ".join(map(term, piece.addends))
     text = f"{name(piece.vector, 'w')} . {piece.activation}({terms})"
@@ -176,8 +182,8 @@ class Report:
         self._records = records
 
     def _of(self, which: str) -> tuple[Entry, ...]:
-        every = (each for record in self._records for each in record.entries())
-        return tuple(entry for state, entry in every if state == which)
+        rows = itertools.chain.from_iterable(record.entries() for record in self._records)
+        return tuple(entry for state, entry in rows if state == which)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -201,15 +207,15 @@ class Report:
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A header, and what was looked at."""
-        rows = [astuple(each) for each in (*self.fused, *self.left)]
-        rows = [(name or "(the model)", *rest) for name, *rest in rows]
-        return [("module", "class", "where", "formula", "how, or why not"), *rows]
+        rows = map(astuple, (*self.fused, *self.left))
+        named = [(name or "(the model)", *rest) for name, *rest in rows]
+        return [("module", "class", "where", "formula", "how, or why not"), *named]
 
     def __str__(self) -> str:
         rows, states = self._rows(), [record.state for record in self._records]
         none, waiting = states.count("none"), len(self.waiting)
-        found = [each for each in self._records if each.state in ("none", "waiting")]
-        others = [f"{each.name or each.kind}.{name}" for each in found for name in each.methods]
+        bare = [record for record in self._records if record.state in ("none", "waiting")]
+        others = [f"{r.name or r.kind}.{method}" for r in bare for method in r.methods]
         notes = [f"calls of other methods than forward are not watched: {', '.join(others)}"]
         notes = notes * bool(others)
         notes += [f"{waiting} modules are looked at when they are called"] * bool(waiting)

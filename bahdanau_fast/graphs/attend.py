@@ -21,7 +21,7 @@ class NotServed(Exception):
 
 
 def laid(x: Tensor) -> Tensor:
-    """``x`` with a contiguous gradient, since what made it may be slow with another one."""
+    """``x`` with a contiguous gradient, since its maker may be slow with another one."""
     view = x.view_as(x)
     if view.requires_grad:
         view.register_hook(Tensor.contiguous)
@@ -34,7 +34,7 @@ class FusedScore:
 
     shared: Shared
     inside: Inside
-    small: bool  # nothing is kept between calls
+    small: bool  # nothing is cached between calls
 
     def __post_init__(self) -> None:
         self.__name__ = type(self).__name__.removeprefix("Fused").lower()  # in a graph's code
@@ -59,7 +59,7 @@ class FusedAttend(FusedScore):
     """Context and weights of queries, keys and values, as the user's code has them."""
 
     after: tuple[tuple[str, float | None], ...]  # of scores; None stands for a tensor
-    loses: bool  # a row with nothing to look at is NaN
+    loses: bool  # a row that is hidden is NaN
     orders: tuple[tuple[int, ...], tuple[int, ...]]  # of axes, of weights and of the context
     dtypes: tuple[torch.dtype, torch.dtype]
 
@@ -95,7 +95,7 @@ class ResultLayout(NamedTuple):
     sizes: list[int]  # batch, queries and keys may be several axes
     weights_shape: list[int]
     context_shape: list[int]
-    lost: Tensor | None  # rows with nothing to look at
+    lost: Tensor | None  # rows that are hidden
 
     @property
     def turned(self) -> tuple[list[int], tuple[int, ...]] | None:

@@ -18,7 +18,7 @@ from bahdanau_fast.graphs.softmax import Softmax
 
 __all__ = ["find", "summed"]
 
-# Scores that are made of one sum, at most: more are logits over something.
+# The number of scores of one sum: more are logits over something.
 _VECTORS = 16
 
 _REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "type_as", "to", "clone"}

@@ -26,7 +26,7 @@ class Addend:
     """One of the sum: ``factor * x``, or ``x @ w.T + bias``."""
 
     x: int
-    rows: Tensor  # (scores, features): which element of x each score has at each feature
+    rows: Tensor  # (scores, features): the element of x by score and feature
     factor: float = 1.0
     w: int | None = None
     w_index: Tensor | None = None  # (H, features): which elements of w the weight has
@@ -72,7 +72,7 @@ class Piece:
     after: list[tuple[str, Any]] = field(default_factory=list)  # (operation, operand) of scores
     masks: list[ScoreMask] = field(default_factory=list)
     fill: float | None = None  # what hidden scores become
-    exact: bool = True  # the operator has what plain code has for rows with nothing to look at
+    exact: bool = True  # the operator has what plain code has for rows that are hidden
     assumed: set[int] = field(default_factory=set)  # tensors that hold nothing but zero and one
     scores: int = -1
     weights: int | None = None

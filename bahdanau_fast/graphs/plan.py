@@ -27,7 +27,7 @@ __all__ = ["FusedPlan", "find_plan", "plan"]
 
 # Elements of the activated sum below which a memory of projected keys costs more than it saves.
 _SMALL = 1 << 18
-# Features of the keys that the operator projects itself, at most.
+# The number of features of keys that the operator projects itself.
 _FEATURES = 64
 
 

@@ -129,7 +129,7 @@ class Probe:
     def elements(
         self, ids: set[int], leaves: list[int], target: int
     ) -> list[tuple[int, Tensor, float]]:
-        """For each leaf the index of its element at each position of the target, and its factor."""
+        """For each leaf the index of its element by position of the target, and its factor."""
         zero = self.zeros(leaves)
         require(not self.run(ids, zero, target).count_nonzero(), "adds a number inside")
         sources = []
@@ -163,7 +163,7 @@ class Probe:
     def contracted(
         self, ids: set[int], a: int, w: int, out: int, bias: int | None
     ) -> list[tuple[int, Tensor]]:
-        """How ``out`` sums ``a * w``: of both the axis, and the row at each position of ``out``."""
+        """How ``out`` sums ``a * w``: of both the axis, and the row by position of ``out``."""
         rest = self.zeros([] if bias is None else [bias])
         ones = {v: torch.ones(self.shape(v), dtype=_F64) for v in (a, w)}
         sides = [self._row(ids, v, rest | ones, out) for v in ones]
@@ -176,7 +176,7 @@ class Probe:
         return sides
 
     def _row(self, ids: set[int], v: int, feed: dict[int, Tensor], out: int) -> tuple[int, Tensor]:
-        """The axis of ``v`` that ``out`` sums, and the row of ``v`` at each position of ``out``."""
+        """The axis of ``v`` that ``out`` sums, and the row of ``v`` by position of ``out``."""
         for axis in reversed(range(feed[v].dim())):
             numbers = torch.zeros_like(feed[v])
             first = numbers.select(axis, 0)

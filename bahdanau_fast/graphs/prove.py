@@ -1,4 +1,4 @@
-"""Does a piece compute the same as the operator? By the rule of parity, on inputs of our own."""
+"""Does a piece compute the same as the operator? By the rule of parity, on drawn inputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bahdanau_fast.graphs.plan import FusedPlan, plan
 
 __all__ = ["apart", "as_before", "prove"]
 
-# Elements of a sum that is tried at its own sizes, too, at most.
+# Elements of the largest sum that is tried in its full sizes, too.
 _SMALL = 1 << 16
-# Draws of inputs, at most: errors of a few elements are small by chance.
+# The number of draws of inputs: errors of a few elements are small by chance.
 _DRAWS = 4
 # In fp64 there is no exact result to compare with: sums of some hundred terms in another order.
 _ROUNDINGS = 256
@@ -63,7 +63,7 @@ class _Trial:
         self.errors: dict[int, tuple[float, float, float]] = {}  # plain, fused, the largest
 
     def leaves(self, tries: int = 100) -> dict[int, Tensor]:
-        """Inputs: truths are truths, and each row has something to look at."""
+        """Inputs: truths are truths, and no row is hidden."""
         require(tries, "its mask hides all that is drawn")
         leaves = {v: self.sizes.cut(self.graph.values[v]) for v in self.read}
         for v in leaves.keys() & self.piece.assumed:
@@ -110,7 +110,7 @@ class _Trial:
             require(kinds[0] == kinds[1], "gives another kind of tensor, or no gradient")
             if eager is None or not eager.numel():
                 continue
-            lost = eager.isnan()  # gradients of a row with nothing to look at
+            lost = eager.isnan()  # gradients of a row that is hidden
             require(k >= outputs or torch.equal(lost, ours.isnan()), "is NaN elsewhere")
             a, b, x = (torch.where(lost, 0.0, t.double()) for t in (eager, ours, truth))
             errors = parity.error(a, x), parity.error(b, x), float(x.abs().max())

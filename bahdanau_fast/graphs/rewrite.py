@@ -47,7 +47,7 @@ class Rewriter:
         graph = self.notes.graph
         device = graph.values[graph.nodes[anchor].out[0]].device
         with apart(device):
-            # Whether a mask is of truths is asked where it costs no wait.
+            # Whether a mask is of truths is tested where that costs no wait.
             checked = eager and device.type == "cpu"
             piece, plan, sizes = find_plan(graph, anchor, self.shared, checked)
             form = plan.text, _form(graph, sorted({*piece.late, piece.end}))

@@ -36,7 +36,7 @@ class Softmax(Probe):
     end: int  # calls before this one are looked at
     index: Tensor  # which score is where in what follows them
     key_index: Tensor | None = None  # (scores,), which key each is of
-    checked: bool  # masks may be asked in each call whether they hold truths
+    checked: bool  # each call may test whether masks hold truths
 
     def softmax(self) -> None:
         """Go on from the scores to their weights."""
@@ -139,7 +139,7 @@ class Softmax(Probe):
         self.key_index = self._by_score(numbers)
 
     def _by_score(self, x: Tensor) -> Tensor:
-        """The element at each score of what broadcasts with them as they are now."""
+        """By score the element of what broadcasts with them as they are now."""
         elements = torch.empty(self.index.numel(), dtype=torch.long)
         elements[self.index.reshape(-1)] = x.long().expand(self.index.shape).reshape(-1)
         return elements
@@ -195,15 +195,15 @@ class Softmax(Probe):
         factor = self._factor(n, v)
         if factor is None or n.name not in PRODUCTS | {"add", "sub"}:
             return False
-        made = self._of_truths(factor)
-        if made is None:
+        choices = self._of_truths(factor)
+        if choices is None:
             return False
-        numbers, assumed, ids = made
+        numbers, assumed, ids = choices
         far = [x for x in numbers if x != 0.0]
         if n.name in PRODUCTS:
             require(numbers == {0.0, 1.0}, "is multiplied")
             self._hide(factor, "zero")
-            if p.weights is None:  # and something far below is added there
+            if p.weights is None:  # and something far below is added then
                 users = values[n.out[0]].users
                 added = len(users) == 1 and self.graph.nodes[users[0]].name in ("add", "sub")
                 require(added, "is multiplied")
