@@ -94,11 +94,8 @@ def decode(
             decoded = _decoded(_forward(arguments, constants, loop_backend, keep=False), dtypes)
     if inputs.hidden.shape[2] == units:
         return decoded
-    return decoded._replace(
-        features=decoded.features[..., :units],
-        hidden=decoded.hidden[..., :units],
-        cell=decoded.cell[..., :units],
-    )
+    *states, weights = decoded
+    return Decoded._make((*(x[..., :units] for x in states), weights))
 
 
 def decode_greedily(
