@@ -37,7 +37,7 @@ class AdditiveAttention(Additive):
 
     After ``torch.manual_seed`` either form draws the weights that the course's module draws; the
     lazy form draws them at its first call. Dropout masks differ from the course's for the
-    same seed; each weight is dropped with the same probability.
+    same seed; weights are dropped with the same probability.
 
     An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once, on
     the CPU: a call compares a fingerprint of the bytes of ``keys``, ``W_k.weight`` and ``bias``
@@ -204,8 +204,8 @@ class AdditiveAttention(Additive):
             queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
                 the memory's keys have it.
             memory: from :meth:`memory`.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
-                own lengths and mask leave.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what lengths and
+                mask of the memory leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
@@ -255,7 +255,7 @@ class AdditiveAttention(Additive):
         Args:
             queries: (B,Tq,Dq).
             keys: (B,Tk,Dk), or a memory.
-            values: (B,Tk,Dv); the keys unless given.
+            values: (B,Tk,Dv); default: the keys.
             mask: of the call, or None.
 
         Raises:
@@ -296,7 +296,7 @@ class AdditiveAttention(Additive):
         Args:
             linear: ``Linear(Dq + Dk, H)``, with or without bias, the query's columns first.
             v: ``Linear(H, 1)``; its bias shifts every score alike and so changes no weight.
-            query_size: Dq; half of the input size unless given.
+            query_size: Dq; default: half of the input size.
             dropout: probability of dropping an attention weight in training.
             **options: of the module, such as ``activation``; bias, device and dtype are linear's.
 

@@ -64,7 +64,7 @@ class Attention(KeepsWeights):
 
         Args:
             keys: (B,Tk,Dk), of a dot product as they are. B may be any number of dimensions.
-            values: (B,Tk,Dv); the keys themselves unless given.
+            values: (B,Tk,Dv); default: the keys.
             valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 

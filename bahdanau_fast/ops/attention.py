@@ -241,8 +241,7 @@ def _gradients(
     shared.left().steps.append(
         Step(
             queries=arguments.queries,
-            # Detached: a backward that fails half way leaves it there, and no graph may hold
-            # itself.
+            # Detached: it stays after a backward that fails half way, and no graph may hold itself.
             weights=dropped if arguments.dropout_p > 0.0 else weights.detach(),
             lens=arguments.valid_lens,
             mask=arguments.mask,
