@@ -280,29 +280,20 @@ def attention_gradients(
     grad_context, grad_weights, *_ = grads
     left = shared.left() if shared is not None and shared.is_awaited() else None
     needs_keys, needs_values = needs & NEED["keys"], needs & NEED["values"]
-    if (
-        left is not None
-        and grad_context is not None
-        and needs_values
-        and arguments.dropout_p == 0.0
-    ):
+    deferrable = grad_context is not None and arguments.dropout_p == 0.0
+    if left is not None and needs_values and deferrable:
         left.weights.append(weights.detach())
         left.contexts.append(grad_context)
         needs_values = 0
     needs = needs & ~(NEED["keys"] | NEED["values"]) | needs_values
+    call: tuple[Any, ...]
     if left is not None and left.keys is not None:
-        input_grads = InputGrads(
-            *attention_backward_onto.overload(
-                weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
-            )
-        )
+        call = weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
+        input_grads = InputGrads(*attention_backward_onto.overload(*call))
     else:
-        input_grads = InputGrads(
-            *attention_backward.kernel(backend)(
-                *(weights, *(projected or (None, None)), grad_context, grad_weights),
-                *(needs | needs_keys, *_backward_arguments(arguments)),
-            )
-        )
+        call = weights, *(projected or (None, None)), grad_context, grad_weights, needs | needs_keys
+        run = attention_backward.kernel(backend)
+        input_grads = InputGrads(*run(*call, *_backward_arguments(arguments)))
         if left is None:
             return input_grads
         left.keys = input_grads.keys if needs_keys else None

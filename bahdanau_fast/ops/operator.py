@@ -211,18 +211,14 @@ class Attention(Operator):
         grad_values = grad_scores = None
         without_values = self._without_values(needed)
         if grad_context is not None:
+            dropout, both = (arguments.seed, arguments.dropout_p), (True, needed != without_values)
             through_context, grad_values = gradients_of_context(
-                grad_context,
-                weights,
-                arguments.values,
-                arguments.seed,
-                arguments.dropout_p,
-                (True, needed != without_values),
+                grad_context, weights, arguments.values, *dropout, both
             )
             assert through_context is not None
-            grad_weights = (
-                through_context if grad_weights is None else through_context + grad_weights
-            )
+            if grad_weights is not None:
+                through_context = through_context + grad_weights
+            grad_weights = through_context
         if grad_weights is not None:
             visible = reference.visible(arguments.valid_lens, arguments.mask, weights.shape[2])
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
