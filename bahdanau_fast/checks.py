@@ -1,6 +1,6 @@
-"""What a call is asked before anything is computed: are its inputs right, and what is torch doing?
+"""Before anything is computed: are the inputs right, and what is torch doing?
 
-Input checks are shared by the functions and the modules; each message reads
+Input checks are shared by the functions and the modules; a message reads
 "<argument> must <requirement>, got <actual>".
 
 Fused operators and custom backward formulas know nothing of ``torch.func``, forward mode and
@@ -116,7 +116,7 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
 def queries_for(
     queries: Tensor, keys: Tensor, valid_lens: Tensor | None, mask: Tensor | None
 ) -> None:
-    """Queries for a memory: its keys (B,Tk,H) and the others were checked when it was made."""
+    """Queries for a memory: its keys (B,Tk,H), lengths and mask were checked before."""
     rows("queries", queries)
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
@@ -179,9 +179,9 @@ def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
     (batch, queries_len, _), keys_len = queries.shape, keys.shape[1]
-    known = (batch, keys_len), (batch, queries_len, keys_len)
-    if not _is_one_of(_shape(mask), *known, (batch, 1, keys_len)):
-        reject(ValueError, "mask", f"have shape {known[0]} or {known[1]}", _shape(mask))
+    for_all, per_query = (batch, keys_len), (batch, queries_len, keys_len)
+    if not _is_one_of(_shape(mask), for_all, per_query, (batch, 1, keys_len)):
+        reject(ValueError, "mask", f"have shape {for_all} or {per_query}", _shape(mask))
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
     return mask.unsqueeze(1) if mask.dim() == 2 else mask
@@ -233,8 +233,8 @@ def features(name: str, tensor: Tensor, size: int) -> None:
 def known_activation(activation: str, negative_slope: float) -> None:
     """One of :data:`ACTIVATIONS`."""
     if activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        reject(ValueError, "activation", f"be one of {known}", repr(activation))
+        names = ", ".join(map(repr, ACTIVATIONS))
+        reject(ValueError, "activation", f"be one of {names}", repr(activation))
     finite("negative_slope", negative_slope)
 
 
@@ -270,7 +270,7 @@ def is_exporting() -> bool:
 
 def in_transform(compiling: bool | None = None) -> bool:
     """Whether ``torch.func``, a forward-mode level or ``torch.jit.trace`` is at work."""
-    if compiling is None:  # the caller has not asked
+    if compiling is None:
         compiling = torch.compiler.is_compiling()
     return (
         torch._C._are_functorch_transforms_active()
@@ -329,7 +329,7 @@ def torch_state(
 
 
 def plain_only() -> bool:
-    """Whether only plain PyTorch operations will do: ONNX knows no operators but its own."""
+    """Whether only plain PyTorch operations will do: ONNX has only standard operators."""
     return in_transform() or (is_exporting() and torch.onnx.is_in_onnx_export())
 
 
@@ -344,10 +344,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype autocast gives matrix products on a device, None where it is off."""
-    kind = device.type  # one that autocast knows nothing of (meta) may not be asked by name
-    # Dynamo of torch 2.11 cannot ask what autocast knows.
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    if kind == "meta" or not known or not torch.is_autocast_enabled(kind):
+    kind = device.type  # is_autocast_enabled raises for a device without autocast (meta)
+    # Dynamo of torch 2.11 cannot trace is_autocast_available.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if kind == "meta" or not available or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

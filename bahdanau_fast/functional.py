@@ -1,4 +1,4 @@
-"""Additive attention as functions, served by the fastest backend that is there."""
+"""Additive attention as functions, served by the fastest available backend."""
 
 from __future__ import annotations
 
@@ -77,21 +77,21 @@ def additive_attention(
         w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
         w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
-        valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is kept when
-            j < len.
+        valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is visible
+            when j < len.
         mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
             query with nothing to look at weighs all keys alike.
-        bias: (H,), optional; without ``w_k`` it is added to the keys in each call.
+        bias: (H,), optional; without ``w_k`` it is added to the keys in every call.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.
         features: (B,Tk,C), of the keys, dtype of queries; optional.
         w_f: (H,C); with features.
         activation: "tanh", "relu" or "leaky_relu".
         negative_slope: of leaky_relu.
-        backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest that is there.
+        backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest available one.
 
     Returns:
-        Context (B,Tq,Dv) and weights (B,Tq,Tk) before dropout; None for weights not asked for.
+        Context (B,Tq,Dv) and weights (B,Tq,Tk) before dropout; None unless ``need_weights``.
 
     Raises:
         TypeError: something is not a floating tensor, or dtypes differ.
@@ -114,8 +114,8 @@ def additive_attention(
         and (valid_lens is None or type(valid_lens) is Tensor)
     )
     if not usual:
-        given = as_rows(queries, keys, values, valid_lens, mask)
-        (queries, keys, values, valid_lens), mask, shape = given
+        rows, mask, shape = as_rows(queries, keys, values, valid_lens, mask)
+        queries, keys, values, valid_lens = rows
         checks.inputs(queries, keys, values, valid_lens)
         hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
         if not (features is w_f is None and activation == "tanh"):
@@ -172,13 +172,13 @@ def additive_scores(
         w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
         w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
-        bias: (H,), optional; without ``w_k`` it is added to the keys in each call.
+        bias: (H,), optional; without ``w_k`` it is added to the keys in every call.
         features: (B,Tk,C), of the keys; optional.
         w_f: (H,C); with features.
         activation: "tanh", "relu" or "leaky_relu".
         negative_slope: of leaky_relu.
         clip: scores u become ``clip * tanh(u)``.
-        backend: "cpu" or "reference"; None takes the fastest that is there.
+        backend: "cpu" or "reference"; None takes the fastest available one.
 
     Returns:
         Scores (B,Tq,Tk).

@@ -6,8 +6,8 @@ This is the only place where the formula is written in Python::
     weight[b,i,:] = softmax_j(score, positions j >= valid_len masked)
     context[b,i]  = sum_j dropout(weight)[b,i,j] v[b,j]
 
-where act is tanh unless another activation is asked for, and f are features of the keys, if there
-are any. It runs on any device, in any floating dtype, and autograd differentiates it to any order.
+where act is tanh or another activation, and f are optional features of the keys. It runs on any
+device, in any floating dtype, and autograd differentiates it to any order.
 Sizes: B batch, Tq queries, Tk keys, Dq/Dk/Dv feature sizes, C features of a key, H hidden units.
 """
 

@@ -144,18 +144,18 @@ def _keys(route: Route, call: Call) -> ProjectedKeys:
     keys, w_k, bias = call.keys, call.w_k, call.bias
     if w_k is None and bias is not None:
         keys, bias = keys + bias, None
-    source = None
     if call.cache is not None and (route.reuse or (w_k is None and (route.table or route.meet))):
-        # Where nothing is derived from the bytes of the keys, none are compared.
-        by_version = w_k is None and not route.table
-        source = call.cache.source(keys, w_k, bias, route.backend, by_version)
-    if source is None:
-        own = keys if w_k is None else linear(keys, w_k, bias, route.backend == "reference")
-        return ProjectedKeys(own, None, None)
-    assert call.cache is not None
-    w_v = call.w_v if isinstance(call.w_v, Tensor) else None
-    reads_table = not route.general
-    return call.cache.project(source, call.values, w_v, route.table, route.records, reads_table)
+        return call.cache.lookup_or_project(
+            *(keys, w_k, bias, call.values),
+            call.w_v if isinstance(call.w_v, Tensor) else None,
+            backend=route.backend,
+            table=route.table,
+            records=route.records,
+            reads_table=not route.general,
+        )
+    if w_k is not None:
+        keys = linear(keys, w_k, bias, route.backend == "reference")
+    return ProjectedKeys(keys)
 
 
 def _to(x: Any, dtype: torch.dtype) -> Any:

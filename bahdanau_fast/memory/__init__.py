@@ -1,4 +1,4 @@
-"""What is kept between calls: projected keys. Nothing here decides how they are computed."""
+"""Projected keys, cached between calls. Nothing here decides how they are computed."""
 
 from bahdanau_fast.memory.projected_keys import Maker, Memory, ProjectedKeys, project
 

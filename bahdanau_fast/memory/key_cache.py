@@ -70,16 +70,23 @@ def may_share(
     keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
 ) -> bool:
     """True if calls may share one projection, and its node in the graph; not without a weight."""
+    # Not under torch.func or forward mode, where tensors have no address or carry a tangent that
+    # ends with its level.
+    return _can_be_shared(keys, weight, bias, by_version) and not checks.in_transform()
+
+
+def _can_be_shared(
+    keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool
+) -> bool:
+    """As :func:`may_share`, without a transform."""
     # Not in activation checkpointing (detected by its hooks on saved tensors), which runs a call
-    # twice: both runs must save the same tensors. Not under torch.func or forward mode, where
-    # tensors have no address or carry a tangent that ends with its level. Tensors of inference mode
-    # have no version counters, and autograd treats them differently.
+    # twice: both runs must save the same tensors. Tensors of inference mode have no version
+    # counters, and autograd treats them differently.
     return (
         weight is not None
         and type(keys) in (Tensor, Parameter)
         and type(weight) in (Tensor, Parameter)
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not checks.in_transform()
         and not (
             (by_version or torch.is_grad_enabled())
             and any(t is not None and t.is_inference() for t in (keys, weight, bias))
@@ -93,14 +100,14 @@ class _Entry:
     storage: weakref.ref[torch.UntypedStorage]  # of the keys; the entry is dropped with it
     # Weak with a graph, which holds the keys, and where the keys came projected.
     projected: Callable[[], Tensor | None]
-    backwards: PendingBackwards | None  # None as long as no gradient was asked for
+    backwards: PendingBackwards | None  # None as long as no call was recorded
     saved: weakref.ref[SavedTensors] | None  # of the node in the graph
     table: Tensor | None = None
     keys_max: Tensor | None = None
     shared: weakref.ref[SharedNode] | None = None
 
     def is_of(self, source: Source) -> bool:
-        """True if the projection is that of the source."""
+        """True if the entry is the projection of the source."""
         if self.state != source.state:
             return False
         if self.saved is None:
@@ -119,19 +126,67 @@ class KeyCache:
         self._last: weakref.ref[torch.UntypedStorage] | None = None  # of the keys of the last call
         self._keys_repeat = True  # optimistic: take fingerprints until keys fail to come back
 
-    def source(
+    def lookup_or_project(
+        self,
+        keys: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        values: Tensor,
+        w_v: Tensor | None,
+        *,
+        backend: str,
+        table: bool,
+        records: bool,
+        reads_table: bool,
+    ) -> ProjectedKeys:
+        """The projection of keys, cached or new; with a table once keys come again.
+
+        No transform is at work. Without a weight the keys are projected, and the calls share what
+        is derived from them; without a ``w_v`` they do not share their node.
+        """
+        source = self._source(keys, weight, bias, backend, weight is None and not table)
+        if source is None:
+            return ProjectedKeys(keys if weight is None else linear(keys, weight, bias))
+        entry = self._entry  # read once: another thread may replace it
+        # Counted before the lookup: a cached node then waits for this call's backward.
+        token = None if entry is None or entry.backwards is None else entry.backwards.begin()
+        cached = entry.projected() if entry is not None and entry.is_of(source) else None
+        # A table pays for keys that come again; projected keys do.
+        pays = cached is not None or weight is None
+        if entry is None or cached is None:
+            entry, cached, token = self._store(source, records)
+        if table and pays and entry.table is None:
+            exp_table, keys_max = exp_keys.overload(cached.detach(), torch.is_grad_enabled())
+            entry = self._entry = replace(entry, table=exp_table, keys_max=keys_max)
+        if records and entry.backwards is None:
+            entry = self._entry = replace(entry, backwards=PendingBackwards())
+        result = ProjectedKeys(cached, entry.table, entry.keys_max, None, entry.backwards, token)
+        if w_v is None or not records:
+            return result
+        shared = None if entry.shared is None else entry.shared()
+        if shared is not None and shared.fits(values, w_v):
+            return result._replace(shared=shared)
+        result = result.share(values, w_v, reads_table)
+        if result.shared is not None:
+            self._entry = replace(entry, shared=weakref.ref(result.shared))
+        return result
+
+    def _source(
         self,
         keys: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         backend: str,
-        by_version: bool = False,
+        by_version: bool,
     ) -> Source | None:
-        """What a projection depends on; None if it is not to be remembered."""
-        if not may_share(keys, keys if weight is None else weight, bias, by_version):
+        """What a projection depends on; None if it is not to be cached.
+
+        ``by_version``: nothing is derived from the bytes of the keys, so none are compared.
+        """
+        if not _can_be_shared(keys, keys if weight is None else weight, bias, by_version):
             return None
-        # A fingerprint, which reads the keys once, is taken of keys that are likely to return:
-        # those of the last call; or other ones, if the keys before them came more than once, as in
+        # A fingerprint, which reads the keys once, is taken of keys that are likely to return: the
+        # keys of the last call; or other ones, if the keys before them came more than once, as in
         # a decoder's loop. A module whose keys come once pays for the first ones alone.
         if not by_version:
             storage, last = keys.untyped_storage(), self._last
@@ -143,51 +198,17 @@ class KeyCache:
                 return None
         return Source.of(keys, weight, bias, backend, by_version)
 
-    def project(
-        self,
-        source: Source,
-        values: Tensor,
-        w_v: Tensor | None,
-        table: bool,
-        records: bool,
-        reads_table: bool = True,
-    ) -> ProjectedKeys:
-        """The projection of a source, remembered or new; with a table once keys come again."""
-        entry = self._entry  # read once: another thread may replace it
-        # Counted before it is looked at: what is there then waits for this call's backward.
-        token = None if entry is None or entry.backwards is None else entry.backwards.begin()
-        own = entry.projected() if entry is not None and entry.is_of(source) else None
-        # A table pays for keys that are asked for again, as those are that come projected.
-        pays = own is not None or source.weight is None
-        if entry is None or own is None:
-            entry, own, token = self._store(source, records)
-        if table and pays and entry.table is None:
-            made, keys_max = exp_keys.overload(own.detach(), torch.is_grad_enabled())
-            entry = self._entry = replace(entry, table=made, keys_max=keys_max)
-        if records and entry.backwards is None:
-            entry = self._entry = replace(entry, backwards=PendingBackwards())
-        found = ProjectedKeys(own, entry.table, entry.keys_max, None, entry.backwards, token)
-        if w_v is None or not records:
-            return found
-        shared = None if entry.shared is None else entry.shared()
-        if shared is not None and shared.fits(values, w_v):
-            return found._replace(shared=shared)
-        found = found.share(values, w_v, reads_table)
-        if found.shared is not None:
-            self._entry = replace(entry, shared=weakref.ref(found.shared))
-        return found
-
     def _store(self, source: Source, records: bool) -> tuple[_Entry, Tensor, BackwardToken | None]:
-        """Project, and remember it until the keys are freed or the last backward is done."""
+        """Project, and cache that until the keys are freed or the last backward is done."""
         self._entry = None
         keys, weight, bias, state = source
         backwards = PendingBackwards() if records else None
         token = None if backwards is None else backwards.begin()
-        own, saved = keys, None
+        projected, saved = keys, None
         if weight is not None and backwards is not None:
-            own, saved = shared_linear(keys, weight, bias, backwards)
+            projected, saved = shared_linear(keys, weight, bias, backwards)
         elif weight is not None:
-            own = linear(keys, weight, bias)
+            projected = linear(keys, weight, bias)
         # The callback outlives this call in the autograd graph. It must not hold the cache or the
         # entry, which would keep that graph alive.
         this = weakref.ref(self)
@@ -205,8 +226,8 @@ class KeyCache:
         entry = self._entry = _Entry(
             state,
             weakref.ref(keys.untyped_storage(), drop),
-            (lambda: own) if is_held else weakref.ref(own),
+            (lambda: projected) if is_held else weakref.ref(projected),
             backwards,
             None if saved is None else weakref.ref(saved),
         )
-        return entry, own, token
+        return entry, projected, token

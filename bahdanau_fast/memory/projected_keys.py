@@ -48,16 +48,16 @@ def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
         return ProjectedKeys(projected_keys)
     if type(projected_keys) is not Tensor:
         sharding.register_for(projected_keys)
-    made = exp_keys.overload(projected_keys.detach(), torch.is_grad_enabled())
-    return ProjectedKeys(projected_keys, *made)
+    exp_table, keys_max = exp_keys.overload(projected_keys.detach(), torch.is_grad_enabled())
+    return ProjectedKeys(projected_keys, exp_table, keys_max)
 
 
 class Maker(NamedTuple):
-    """The module and key layer that made a memory, for ``attend`` to compare."""
+    """The module and key layer of a memory, for ``attend`` to compare."""
 
     module: nn.Module
     seen: tuple[object, ...] | None = None  # address and version of the layer's weight and bias
-    sample: Tensor | None = None  # some rows of the weight, compared in each call
+    sample: Tensor | None = None  # some rows of the weight, compared in every call
     sample_bytes: tuple[int, int] = (0, 0)  # fingerprint of sample and bias
     all_bytes: tuple[int, int] = (0, 0)  # fingerprint of weight and bias
 
@@ -76,7 +76,7 @@ class Maker(NamedTuple):
         )
 
     def has_changed(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """True if the key layer, now with these, has changed; not if nothing is known of it."""
+        """True if the key layer, now with these, has changed; False without a sample."""
         if weight is None or self.sample is None:
             return False
         if _seen(weight, bias) == self.seen:
@@ -89,7 +89,7 @@ def _seen(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 
-# Rows of W_k that each call on a memory compares: an optimizer step changes all rows.
+# Rows of W_k that a call on a memory compares: an optimizer step changes all rows.
 SAMPLED_ROWS = 8
 
 
@@ -97,17 +97,17 @@ SAMPLED_ROWS = 8
 class Memory:
     """A source that decoder steps attend to: projected keys, values and lengths.
 
-    Made by :meth:`AdditiveAttention.memory`, read by :meth:`AdditiveAttention.attend` of the same
+    The result of :meth:`AdditiveAttention.memory`, for :meth:`AdditiveAttention.attend` of the same
     module. Beams are queries against one memory: nothing in it is copied per beam. ``memory[rows]``
     selects batch rows, e.g. those of unfinished sentences.
 
     Keys may have any number of batch dimensions; a memory holds them as one, B, their product.
 
-    A memory holds the projection of the keys at the time it was made. After a change of the keys or
-    of the key layer (an optimizer step, loaded weights), make a new memory. ``attend`` raises if it
-    detects a change of the key layer: on the CPU it compares a fingerprint of some rows of
-    ``W_k``, and of all rows if PyTorch's version counter has changed. Values and lengths are
-    referenced, not copied.
+    A memory holds the projection of the keys as they were. After a change of the keys or of the key
+    layer (an optimizer step, loaded weights), make a new memory. ``attend`` raises if it detects
+    a change of the key layer: on the CPU it compares a fingerprint of some rows of ``W_k``, and of
+    all rows if PyTorch's version counter has changed. Values and lengths are referenced, not
+    copied.
 
     Attributes:
         projected: the projected keys.
@@ -132,8 +132,8 @@ class Memory:
         keys, shape = self.projected.keys, None
         if isinstance(queries, Tensor) and (self.batch is not None or queries.dim() == 2):
             batch = (keys.shape[0],) if self.batch is None else self.batch
-            given = (queries, mask, batch, keys.shape[1], "the memory")
-            queries, mask, shape = queries_as_rows(*given)
+            keys_len, of = keys.shape[1], "the memory"
+            queries, mask, shape = queries_as_rows(queries, mask, batch, keys_len, of)
         checks.queries_for(queries, keys, self.valid_lens, self.mask)
         if mask is None:
             return queries, self.mask, shape
@@ -141,7 +141,7 @@ class Memory:
         return queries, mask if self.mask is None else mask & self.mask, shape
 
     def __getitem__(self, rows: Any) -> Memory:
-        """The memory of some batch rows, in the order given.
+        """The memory of some batch rows, in the order of ``rows``.
 
         Args:
             rows: a slice, a list or a tensor, of numbers or booleans, along the batch, or along the
@@ -166,8 +166,8 @@ class Memory:
         every = (*self.projected[:3], self.values, self.valid_lens, self.mask)
         taken: list[Any] = [None if x is None else x[rows] for x in every]
         *projected, values, lens, mask = taken
-        kept = {"valid_lens": lens, "mask": mask, "batch": batch}
-        return self._like(ProjectedKeys(*projected), values, **kept)
+        fields = {"valid_lens": lens, "mask": mask, "batch": batch}
+        return self._like(ProjectedKeys(*projected), values, **fields)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""
@@ -177,8 +177,8 @@ class Memory:
             return self
         table = self.projected.table is not None and keys.is_cpu
         seen = {"valid_lens": self.valid_lens, "mask": self.mask}
-        kept = {name: None if x is None else x.to(values.device) for name, x in seen.items()}
-        return self._like(project(keys, table), values, **kept)
+        fields = {name: None if x is None else x.to(values.device) for name, x in seen.items()}
+        return self._like(project(keys, table), values, **fields)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""
@@ -186,11 +186,11 @@ class Memory:
         projected = ProjectedKeys(keys.detach(), table, keys_max)
         return replace(self, projected=projected, values=self.values.detach())
 
-    def _like(self, projected: ProjectedKeys, values: Tensor, **kept: Any) -> Memory:
+    def _like(self, projected: ProjectedKeys, values: Tensor, **fields: Any) -> Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)
-        return replace(self, projected=projected, values=values, **kept)
+        return replace(self, projected=projected, values=values, **fields)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         # Tensors are copied without their autograd graph, as attention_weights are in modules.

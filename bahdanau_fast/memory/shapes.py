@@ -1,10 +1,11 @@
 """The shapes people pass: decoder states, any number of batch dimensions, lists as lengths.
 
-Inside, a call has queries (B,Tq,Dq), keys (B,Tk,Dk) and values (B,Tk,Dv). :func:`as_rows` makes
-these of what was given, and the :class:`Shape` it gives puts the results back. For a memory the two
-halves come one after the other: :func:`source_as_rows`, then :func:`queries_as_rows` at each step.
-Given are queries (*batch,Tq,Dq) or a state (*batch,Dq), keys (*batch,Tk,Dk), values (*batch,Tk,Dv),
-lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or (*batch,Tq,Tk).
+Inside, a call has queries (B,Tq,Dq), keys (B,Tk,Dk) and values (B,Tk,Dv). :func:`as_rows` reshapes
+the arguments to these, and the :class:`Shape` it gives puts the results back. For a memory the two
+halves come one after the other: :func:`source_as_rows`, then :func:`queries_as_rows` at every step.
+Arguments are queries (*batch,Tq,Dq) or a state (*batch,Dq), keys (*batch,Tk,Dk), values
+(*batch,Tk,Dv), lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or
+(*batch,Tq,Tk).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Shape(NamedTuple):
     """What distinguishes the results of a call from (B,Tq,...)."""
 
     batch: tuple[int, ...]  # the batch dimensions; B is their product
-    state: bool  # the query is one for each batch row, without a dimension of queries
+    state: bool  # one query per batch row, without a dimension of queries
 
     def flatten(self, tensor: Any) -> Any:
         """A tensor (*batch,...) as (B,...); non-tensors and other shapes pass through."""
@@ -46,7 +47,7 @@ class Shape(NamedTuple):
         return result.reshape(*self.batch, *result.shape[2 if self.state else 1 :])
 
     def restore_weights(self, weights: Tensor) -> Tensor:
-        """Weights likewise."""
+        """As :meth:`restore`, for weights."""
         return self.restore(weights)
 
     @property
@@ -58,10 +59,10 @@ def as_rows(
     queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Any, mask: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor | None, Shape | None]:
     """The inputs of a call in three dimensions, and the shape of results that do not stay so."""
-    # What fits no shape is given back as it is, for checks.inputs to reject.
+    # Arguments that fit no shape are returned unchanged, for checks.inputs to reject.
     lens = lengths(valid_lens, queries)
     if (
-        not all(isinstance(each, Tensor) for each in (queries, keys, values))
+        not all(isinstance(x, Tensor) for x in (queries, keys, values))
         or keys.dim() < 2
         or values.dim() != keys.dim()
         or keys.dim() - queries.dim() not in (0, 1)
@@ -91,7 +92,7 @@ def source_as_rows(
     keys: Tensor, values: Tensor, valid_lens: Any, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[int, ...] | None]:
     """The source of a memory in three dimensions; its batch dimensions, None where they are one."""
-    # What fits no shape is given back as it is, for checks.keys_and_values to reject.
+    # Arguments that fit no shape are returned unchanged, for checks.keys_and_values to reject.
     lens = lengths(valid_lens, keys)
     both = isinstance(keys, Tensor) and isinstance(values, Tensor)
     if not both or keys.dim() < 2 or keys.dim() == 3:
@@ -111,7 +112,7 @@ def _source(
         need = f"have the batch dimensions of keys, {batch}"
         checks.reject(ValueError, "values", need, tuple(values.shape))
     lens = shape.rows("valid_lens", lens, (), (queries_len,))
-    if keys.dim() == 3:  # the same tensor is known to be the same in the next call
+    if keys.dim() == 3:  # the same tensor, which the next call can recognize
         return keys, values, lens
     rows = shape.flatten(keys)
     return rows, rows if values is keys else shape.flatten(values), lens

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks, run
-from bahdanau_fast.call import Call
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
@@ -38,14 +37,13 @@ class AdditiveAttention(Additive):
 
     After ``torch.manual_seed`` either form draws the weights that the course's module draws; the
     lazy form draws them at its first call. Dropout masks differ from the course's for the
-    same seed; each weight is dropped with the same probability.
+    same seed; weights are dropped with the same probability.
 
     An unchanged decoder loop that passes the same ``keys`` tensor at each step projects it once, on
     the CPU: a call compares a fingerprint of the bytes of ``keys``, ``W_k.weight`` and ``bias``
-    with the one taken when they were projected, so a change is noticed however it was made. When
-    gradients are needed, they also have to be the same tensors, with the same history. On a GPU
-    nothing is reused automatically, since comparing would wait for the device: call
-    :meth:`memory`.
+    with the one taken when they were projected, so every change is noticed. When gradients are
+    needed, they also have to be the same tensors, with the same history. On a GPU nothing is reused
+    automatically, since comparing would wait for the device: call :meth:`memory`.
 
     Args:
         num_hiddens: number of hidden units, H.
@@ -157,10 +155,9 @@ class AdditiveAttention(Additive):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        w_q, w_k, w_v, dropout_p, layers = parts_of(self)
-        shape = None
+        parts, shape = parts_of(self), None
         usual = (  # of plain tensors and layers: the operator refuses what is wrong with them
-            not (w_q is None or w_k is None or w_v is None)
+            not (parts.w_q is None or parts.w_k is None or parts.w_v is None)
             and type(queries) is type(keys) is type(values) is Tensor
             and queries.ndim == keys.ndim == values.ndim == 3
             and (valid_lens is None or type(valid_lens) is Tensor)
@@ -173,22 +170,26 @@ class AdditiveAttention(Additive):
             checks.inputs(queries, keys, values, valid_lens)
         if mask is not None:
             mask = checks.as_mask(mask, queries, keys)
-        if w_v is None:  # its layer, or all three, may be lazy
+        if parts.w_v is None:  # its layer, or all three, may be lazy
             self._draw(queries, keys)
-            w_q, w_k, w_v, *_ = parts_of(self)
-        bias = self.bias if w_k is not None else None
-        cache = self._cache if self.cache_keys and w_k is not None else None
+            parts = parts_of(self)
         if not usual:
-            keys = project_if_changed("keys", keys, layers[1], w_k, self.bias)
-            queries = project_if_changed("queries", queries, layers[0], w_q)
-        scorer: Any = layers[2] if w_v is None else w_v
-        dropout = layers[3] if dropout_p is None else None
-        # Not starred: Python would make a list of them, which takes a microsecond of a small call.
-        call = Call(
-            queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask, dropout_p or 0.0,
-            dropout, cache, shape, None, self._inside, None, True, False, None,
-            self._explain if usual else None,
-        )  # fmt: skip
+            layers = parts.layers
+            keys = project_if_changed("keys", keys, layers.key, parts.w_k, self.bias)
+            queries = project_if_changed("queries", queries, layers.query, parts.w_q)
+        w_k = parts.w_k
+        call = self._call(
+            parts,
+            w_k=w_k,
+            queries=queries,
+            keys=keys,
+            values=values,
+            valid_lens=valid_lens,
+            mask=mask,
+            cache=self._cache if self.cache_keys and w_k is not None else None,
+            shape=shape,
+            explain=self._explain if usual else None,
+        )
         context, weights = run.attend(call)
         keep(self, weights, context)
         return context
@@ -203,8 +204,8 @@ class AdditiveAttention(Additive):
             queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
                 the memory's keys have it.
             memory: from :meth:`memory`.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what the memory's
-                own lengths and mask leave.
+            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what lengths and
+                mask of the memory leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
@@ -254,25 +255,24 @@ class AdditiveAttention(Additive):
         Args:
             queries: (B,Tq,Dq).
             keys: (B,Tk,Dk), or a memory.
-            values: (B,Tk,Dv); the keys unless given.
+            values: (B,Tk,Dv); default: the keys.
             mask: of the call, or None.
 
         Raises:
             TypeError, ValueError: the requested backend cannot serve the call, or queries or mask
                 do not fit the memory.
         """
-        w_q, w_k, w_v, dropout_p, layers = parts_of(self)
-        bias, projected = self.bias, None
+        parts = parts_of(self)
+        w_k, projected = parts.w_k, None
         if isinstance(keys, Memory):
             keys = self._out_of_autocast(keys, queries)
             queries, mask, _ = keys.for_queries(queries, mask)
-            values, w_k, bias, projected = keys.values, None, None, keys.projected
+            values, w_k, projected = keys.values, None, keys.projected
             keys = projected.keys
         values = keys if values is None else values
         queries, keys, values, _ = as_rows(queries, keys, values, None, None)[0]
-        scorer: Any = layers[2] if w_v is None else w_v
-        given = (queries, keys, values, scorer, w_q, w_k, bias, None, mask, dropout_p or 0.0)
-        call = Call(*given, projected=projected, inside=self._inside)
+        tensors = {"queries": queries, "keys": keys, "values": values, "mask": mask}
+        call = self._call(parts, w_k, **tensors, projected=projected)
         return backends.decide(call).reason
 
     def extra_repr(self) -> str:
@@ -296,7 +296,7 @@ class AdditiveAttention(Additive):
         Args:
             linear: ``Linear(Dq + Dk, H)``, with or without bias, the query's columns first.
             v: ``Linear(H, 1)``; its bias shifts every score alike and so changes no weight.
-            query_size: Dq; half of the input size unless given.
+            query_size: Dq; default: half of the input size.
             dropout: probability of dropping an attention weight in training.
             **options: of the module, such as ``activation``; bias, device and dtype are linear's.
 
@@ -316,8 +316,9 @@ class AdditiveAttention(Additive):
         if tuple(v.weight.shape) != (1, hidden):
             checks.reject(ValueError, "v", f"be Linear({hidden}, 1)", tuple(v.weight.shape))
         weight = linear.weight.detach()
-        own: Any = {"bias": linear.bias is not None, "device": weight.device, "dtype": weight.dtype}
-        module = cls(total - query_size, query_size, hidden, dropout, **own, **options)
+        bias = linear.bias is not None
+        factory: Any = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
+        module = cls(total - query_size, query_size, hidden, dropout, **factory, **options)
         with torch.no_grad():
             module.W_q.weight.copy_(weight[:, :query_size])
             module.W_k.weight.copy_(weight[:, query_size:])

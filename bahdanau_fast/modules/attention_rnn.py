@@ -1,4 +1,4 @@
-"""Recurrent layers that attend at every step: GRU and LSTM decoders with given inputs."""
+"""Recurrent layers that attend at every step: GRU and LSTM decoders over a sequence of inputs."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class _AttentionRNN(KeepsWeights):
         *,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Any]:
-        """Decode given inputs.
+        """Decode all inputs.
 
         Args:
             inputs: (T,B,E), with ``batch_first`` (B,T,E).
-            hidden: (L,B,H), for an LSTM a pair of those; zeros unless given.
+            hidden: (L,B,H), for an LSTM a pair of those; default zeros.
             keys: (B,Tk,Dk).
-            values: (B,Tk,Dv); the keys unless given.
+            values: (B,Tk,Dv); default: the keys.
             valid_lens: None or (B,).
             memory: from ``attention.memory(...)``, instead of keys, values and lengths.
 
@@ -81,7 +81,7 @@ class _AttentionRNN(KeepsWeights):
             TypeError, ValueError: neither or both of ``keys`` and ``memory``, or sizes that do not
                 fit.
         """
-        steps, hidden, memory = self._given(inputs, hidden, keys, values, valid_lens, memory)
+        steps, hidden, memory = self._prepared(inputs, hidden, keys, values, valid_lens, memory)
         decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
         self.attention_weights = decoded.weights.transpose(0, 1)
         outputs = decoded.features
@@ -102,16 +102,17 @@ class _AttentionRNN(KeepsWeights):
     ) -> str:
         """How a call with these inputs would be computed, and why; projects the keys, no more.
 
-        On a GPU "one launch" takes all steps, or "a loop" launches each. "One operator" takes them
-        on the CPU. "Step by step" calls the layers. Arguments and errors are those of a call.
+        On a GPU "one launch" takes all steps, or "a loop" takes launches per step. "One operator"
+        takes all steps on the CPU. "Step by step" calls the layers. Arguments and errors are as for
+        a call.
 
         >>> AttentionGRU(8, 16).explain(torch.zeros(7, 4, 8), keys=torch.zeros(4, 9, 16))
         'cpu: one operator: its C++ takes all steps'
         """
-        steps, _, memory = self._given(inputs, hidden, keys, values, valid_lens, memory)
+        steps, _, memory = self._prepared(inputs, hidden, keys, values, valid_lens, memory)
         return explain(self.attention, self.rnn, steps, memory)
 
-    def _given(
+    def _prepared(
         self,
         inputs: Tensor,
         hidden: Any,
@@ -155,7 +156,7 @@ class _AttentionRNN(KeepsWeights):
 
 
 class AttentionGRU(_AttentionRNN):
-    """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over given inputs.
+    """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over all inputs.
 
     ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer.
     All steps are one operator, forward and backward; :meth:`explain` says where they are not. Its
@@ -170,9 +171,9 @@ class AttentionGRU(_AttentionRNN):
         bias: of the GRU.
         batch_first: inputs and outputs are (B,T,...) instead of (T,B,...).
         dropout: between the layers, in training.
-        key_size: Dk; H unless given.
-        value_size: Dv; Dk unless given.
-        num_hiddens: hidden units of the attention; H unless given.
+        key_size: Dk; default H.
+        value_size: Dv; default Dk.
+        num_hiddens: hidden units of the attention; default H.
         attention_dropout: on the attention weights, in training.
         device: of the parameters.
         dtype: of the parameters.

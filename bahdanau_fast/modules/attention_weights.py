@@ -15,21 +15,21 @@ __all__ = ["attention_weights", "keep", "restored", "state_of"]
 
 
 class _Boxed:
-    """Hides weights from ``torch.export``, which handles tensor attributes on its own."""
+    """Hides weights from ``torch.export``, which handles tensor attributes by itself."""
 
     def __init__(self, weights: Tensor | None) -> None:
         self.weights = weights
 
 
-def _kept(module: Any) -> Any:
+def _stored(module: Any) -> Any:
     return module.__dict__.get("_weights")
 
 
 def _weights(module: Any) -> Tensor | None:
-    kept = _kept(module)
-    if isinstance(kept, Box):
-        kept.is_read = True
-    return kept.weights if isinstance(kept, (_Boxed, Box)) else kept
+    stored = _stored(module)
+    if isinstance(stored, Box):
+        stored.is_read = True
+    return stored.weights if isinstance(stored, (_Boxed, Box)) else stored
 
 
 def _get(module: Any) -> Tensor | None:
@@ -44,7 +44,7 @@ def _is_exporting_strictly() -> bool:
 
 
 def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = None) -> None:
-    """Keep the weights of a call; in the box that this context's node has, where there is one."""
+    """Keep the weights of a call; in the box of the context's node, if that has one."""
     if not torch.compiler.is_compiling():
         box = None if context is None else getattr(context.grad_fn, "box", None)
         if box is not None:
@@ -52,16 +52,16 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
         # nn.Module's __setattr__ takes as long as a kernel.
         module.__dict__["_weights"] = weights if box is None else box
         return
-    kept: Any = weights
+    stored: Any = weights
     if checks.is_exporting():
         # Both kinds warn of a tensor that becomes an attribute, then drop it. It can be read
         # meanwhile, but with strict=True.
         if torch.compiler.is_dynamo_compiling():
             return
-        kept = _Boxed(weights)
+        stored = _Boxed(weights)
     elif checks.in_transform():
-        kept = None  # the tensors of a transform may not outlive it in compiled code
-    object.__setattr__(module, "_weights", kept)
+        stored = None  # the tensors of a transform may not outlive it in compiled code
+    object.__setattr__(module, "_weights", stored)
 
 
 #: The property of a module, with the type of what it gives; a call sets it by :func:`keep`.
@@ -69,7 +69,7 @@ attention_weights: Tensor | None = cast(Any, property(_get, keep))
 
 
 def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:
-    """The context of the call that just ended in another shape, and the weights it kept."""
+    """The context of the call that just ended in another shape, and its stored weights."""
     weights = _weights(module)
     if weights is not None and not _is_exporting_strictly():  # else they are of an earlier call
         keep(module, shape.restore(weights))
@@ -78,6 +78,6 @@ def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles take: the graph of the last call can be neither."""
-    kept = _kept(module)
-    kept = kept.weights if isinstance(kept, Box) else kept
-    return {**vars(module), "_weights": kept.detach() if isinstance(kept, Tensor) else kept}
+    stored = _stored(module)
+    stored = stored.weights if isinstance(stored, Box) else stored
+    return {**vars(module), "_weights": stored.detach() if isinstance(stored, Tensor) else stored}

@@ -15,6 +15,7 @@ from bahdanau_fast.memory.key_cache import may_share
 from bahdanau_fast.memory.shapes import source_as_rows
 from bahdanau_fast.modules.attention_weights import attention_weights, state_of
 from bahdanau_fast.modules.layers import (
+    Parts,
     apply_layer,
     check_features,
     draw_if_lazy,
@@ -63,7 +64,7 @@ class Attention(KeepsWeights):
 
         Args:
             keys: (B,Tk,Dk), of a dot product as they are. B may be any number of dimensions.
-            values: (B,Tk,Dv); the keys themselves unless given.
+            values: (B,Tk,Dv); default: the keys.
             valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
 
@@ -115,7 +116,7 @@ class Additive(Attention):
     _query_layer: str
     _key_layer: str
     _score_layer: str
-    _inside = TANH  # of modules that were pickled before there was a choice
+    _inside = TANH  # of modules that were pickled before one could choose
 
     bias: Tensor | None
 
@@ -196,20 +197,20 @@ class Additive(Attention):
         """The call of some queries on a memory, which has to be this module's and fit them."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        (w_q, w_k, w_v, dropout_p, layers), maker = parts_of(self), memory.maker
+        parts, maker = parts_of(self), memory.maker
         if maker is not None and not torch.compiler.is_compiling():
             if maker.module is not self:
                 other = f"one made by another {type(maker.module).__name__}"
                 checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.sample is not None and maker.has_changed(w_k, self.bias):
+            if maker.sample is not None and maker.has_changed(parts.w_k, self.bias):
                 need = "be made after the last change of the key layer"
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         projected, shape = memory.projected, None
         usual = (
             memory.batch is None
             and mask is None
-            and w_q is not None
-            and w_v is not None
+            and parts.w_q is not None
+            and parts.w_v is not None
             and type(queries) is Tensor
             and queries.ndim == 3
             and queries.dtype is projected.keys.dtype
@@ -221,26 +222,46 @@ class Additive(Attention):
             projected = memory.projected
             queries, mask, shape = memory.for_queries(queries, mask)
             self._draw(queries, None)
-            w_q, _, w_v, dropout_p, _ = parts_of(self)
-            queries = project_if_changed("queries", queries, layers[0], w_q)
-        scorer: Any = layers[2] if w_v is None else w_v
+            parts = parts_of(self)
+            queries = project_if_changed("queries", queries, parts.layers.query, parts.w_q)
+        return self._call(
+            parts,
+            w_k=None,
+            queries=queries,
+            keys=projected.keys,
+            values=memory.values,
+            valid_lens=memory.valid_lens,
+            mask=mask,
+            shape=shape,
+            projected=projected,
+            explain=self._explain if usual else None,
+        )
+
+    def _call(self, parts: Parts, w_k: Tensor | None, **arguments: Any) -> Call:
+        """The call of these parts and other fields of :class:`Call`; no bias without ``w_k``."""
+        w_q, _, w_v, dropout_p, layers = parts
         return Call(
-            queries, projected.keys, memory.values, scorer, w_q, None, None, memory.valid_lens,
-            mask, dropout_p or 0.0, layers[3] if dropout_p is None else None, None, shape,
-            projected, self._inside, None, True, False, None, self._explain if usual else None,
-        )  # fmt: skip
+            w_q=w_q,
+            w_k=w_k,
+            w_v=layers.score if w_v is None else w_v,
+            bias=None if w_k is None else self.bias,
+            dropout_p=dropout_p or 0.0,
+            dropout=layers.dropout if dropout_p is None else None,
+            inside=self._inside,
+            **arguments,
+        )
 
     def _explain(self, call: Call) -> None:
         """An error in words about the inputs of a call, if they are wrong; see :class:`Call`."""
         if call.w_k is not None:
             checks.inputs(call.queries, call.keys, call.values, call.valid_lens)
             check_features("keys", call.keys, self._modules[self._key_layer])
-        else:  # on a memory, which was checked when it was made
+        else:  # on a memory, whose keys and values memory() checked
             checks.queries_for(call.queries, call.keys, call.valid_lens, call.mask)
         check_features("queries", call.queries, self._modules[self._query_layer])
 
     def _out_of_autocast(self, memory: Memory, queries: Tensor) -> Memory:
-        """The memory in the dtype of queries, if its own is that of an autocast that has ended."""
+        """The memory in the dtype of queries, if its dtype is from an autocast that has ended."""
         dtype = memory.projected.keys.dtype
         if not isinstance(queries, Tensor) or dtype not in (torch.bfloat16, torch.float16):
             return memory

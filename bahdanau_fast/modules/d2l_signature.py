@@ -24,24 +24,25 @@ def read_signature(
     sides = old[:2]
     named = {name: value for name, value in named.items() if value is not None or name not in sides}
     by_name = [name for name in sides if name in named]
-    # With both given by name, what is given by position is the rest.
+    # With both by name, the positional ones are num_hiddens and dropout.
     sizes_first = len(sizes) > 2 or (len(sizes) == 2 and "num_hiddens" in named)
     names = old if sizes_first or len(by_name) == 1 else new
     if len(sizes) > len(names):
         raise TypeError(f"{_TAKEN}, got {len(sizes)} positional arguments")
-    given = dict(zip(names, sizes, strict=False))
+    arguments = dict(zip(names, sizes, strict=False))
     for name, value in named.items():
-        if name in given or name not in old:
-            raise TypeError(f"{_TAKEN}, got {name!r} " + ("twice" if name in given else "too"))
-        given[name] = value
-    dropout = given.pop("dropout", 0.0)
+        if name in arguments or name not in old:
+            raise TypeError(f"{_TAKEN}, got {name!r} " + ("twice" if name in arguments else "too"))
+        arguments[name] = value
+    dropout = arguments.pop("dropout", 0.0)
     wanted = old if by_name else names
-    missing = [name for name in wanted if name != "dropout" and name not in given]
+    missing = [name for name in wanted if name != "dropout" and name not in arguments]
     if missing:
         raise TypeError(f"{_TAKEN}, {missing[0]!r} is missing")
-    for name, value in given.items():
+    for name, value in arguments.items():
         checks.positive_int(name, value)
-    return given.get("key_size"), given.get("query_size"), given["num_hiddens"], dropout
+    key_size, query_size = (arguments.get(name) for name in sides)
+    return key_size, query_size, arguments["num_hiddens"], dropout
 
 
 class Options(TypedDict, total=False):

@@ -23,11 +23,11 @@ class DotProductAttention(Attention):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.
 
     PyTorch's own ``scaled_dot_product_attention`` cannot give the weights, so it serves only
-    where they are not asked for (``need_weights=False``).
+    where nobody needs them (``need_weights=False``).
 
     Args:
         dropout: probability of dropping an attention weight in training.
-        need_weights: keep ``attention_weights`` after each call.
+        need_weights: keep ``attention_weights`` after a call.
 
     Raises:
         TypeError, ValueError: a dropout outside [0, 1].
@@ -97,7 +97,7 @@ class DotProductAttention(Attention):
         Args:
             queries: (B,Tq,D), or a state (B,D); B as the memory's keys have it.
             memory: from :meth:`memory`.
-            mask: as in a call, of what the memory's own lengths and mask leave.
+            mask: as in a call, of what lengths and mask of the memory leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` too.
@@ -106,8 +106,8 @@ class DotProductAttention(Attention):
             TypeError, ValueError: as for calling the module.
         """
         queries, mask, shape = memory.for_queries(queries, mask)
-        given = (queries, memory.projected.keys, memory.values, memory.valid_lens)
-        result = self(*given, mask=mask)
+        keys, values, lens = memory.projected.keys, memory.values, memory.valid_lens
+        result = self(queries, keys, values, lens, mask=mask)
         return result if shape is None else restored(self, result, shape)
 
 

@@ -8,7 +8,7 @@ what the layer computes: such a layer is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ __all__ = [
     "check_features",
     "draw_if_lazy",
     "is_unchanged",
-    "keeps_places",
+    "keeps_length",
     "parts_of",
     "plain_convolution",
     "plain_dropout",
@@ -34,7 +34,7 @@ __all__ = [
 
 _Linear = nn.Linear
 _DROPOUTS = (nn.Dropout, nn.Identity)
-# Hooks of all modules of the process; torch changes these dicts in place.
+# Hooks of all modules of the process; torch updates these dicts, never replaces them.
 _forward_hooks = _torch._global_forward_hooks
 _forward_pre_hooks = _torch._global_forward_pre_hooks
 _backward_hooks = _torch._global_backward_hooks
@@ -43,7 +43,7 @@ _backward_pre_hooks = _torch._global_backward_pre_hooks
 
 def check_features(name: str, tensor: Tensor, layer: nn.Module | None) -> None:
     """Queries or keys must have the features, dtype and device of their layer's weight."""
-    # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its own inputs.
+    # A lazy layer has no size yet; a modified one (LoRA, quantized, hooked) checks its inputs.
     parameters = plain_parameters(layer)
     if parameters is not None:
         weight = parameters["weight"]
@@ -64,21 +64,21 @@ def is_unchanged(module: nn.Module) -> bool:
     return not (_is_changed(module.__dict__) or hooks)
 
 
-def _is_changed(own: dict[str, Any]) -> Any:
-    """Whether the instance with these attributes has hooks or a ``forward`` of its own."""
+def _is_changed(attributes: dict[str, Any]) -> Any:
+    """Whether the instance with these attributes has hooks or replaces ``forward``."""
     # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
     return (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )
 
 
 def plain_parameters(layer: nn.Module | None) -> dict[str, Any] | None:
     """``weight`` and ``bias`` of an unmodified ``nn.Linear``; None for any other layer."""
-    # Of another one nothing is known: its weight may be missing, a method, or on the meta device.
+    # The weight of any other layer may be missing, a method, or on the meta device.
     if type(layer) is not nn.Linear or not is_unchanged(layer):
         return None
     parameters = layer._parameters
@@ -100,7 +100,8 @@ def _dropped(layer: Any) -> float | None:
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
     """Weight (C,inputs,taps) and bias of an unmodified convolution; None for any other layer."""
-    # Plain is one along one row, of an odd number of taps and zeros around, that keeps places.
+    # A plain one runs along one row, with an odd number of taps and zeros around, and keeps the
+    # length.
     if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or not is_unchanged(layer):
         return None
     weight, (*rows, taps) = layer.weight, layer.kernel_size
@@ -108,24 +109,25 @@ def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] |
     if (
         type(layer) not in (nn.Conv1d, nn.Conv2d)
         or not {1}.issuperset(rows)
-        or not keeps_places(layer.kernel_size, *how)
+        or not keeps_length(layer.kernel_size, *how)
         or layer.padding_mode != "zeros"
     ):
         return None
     return weight.reshape(*weight.shape[:2], taps), layer.bias
 
 
-def keeps_places(
+def keeps_length(
     taps: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Whether a convolution gives as many places as it takes, each seen by every channel."""
+    """Whether a convolution's output has the length of its input, and all channels see all."""
 
-    def each(x: Any) -> tuple[int, ...]:
-        given = (x,) if isinstance(x, int) else tuple(x)
-        return given * len(taps) if len(given) == 1 else given
+    def by_dimension(x: Any) -> tuple[int, ...]:
+        sizes = (x,) if isinstance(x, int) else tuple(x)
+        return sizes * len(taps) if len(sizes) == 1 else sizes
 
-    around = padding == "same" or each(padding) == tuple(n // 2 for n in taps)
-    return around and {1} == {groups, *each(stride), *each(dilation), *(n % 2 for n in taps)}
+    around = padding == "same" or by_dimension(padding) == tuple(n // 2 for n in taps)
+    odd = (n % 2 for n in taps)
+    return around and {1} == {groups, *by_dimension(stride), *by_dimension(dilation), *odd}
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
@@ -137,35 +139,55 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-def parts_of(module: Any) -> list[Any]:
-    """What an additive module computes with: 3 plain weights, plain dropout, the 4 layers."""
-    own = module._modules  # past nn.Module's __getattr__
+class Layers(NamedTuple):
+    """The layers of an additive module."""
+
+    query: Any
+    key: Any
+    score: Any
+    dropout: Any
+
+
+class Parts(NamedTuple):
+    """What an additive module computes with; a layer that has to be called has None."""
+
+    w_q: Tensor | None
+    w_k: Tensor | None
+    w_v: Tensor | None
+    dropout_p: float | None
+    layers: Layers
+
+
+def parts_of(module: Any) -> Parts:
+    """The plain weights of an additive module, its plain dropout, and all its layers."""
+    modules = module._modules  # past nn.Module's __getattr__
     query, key, score = module._query_layer, module._key_layer, module._score_layer
-    layers = (own[query], own[key], own[score], own["dropout"])
+    layers = Layers(modules[query], modules[key], modules[score], modules["dropout"])
+    *linears, dropout = layers
     if torch.compiler.is_compiling():
-        return [*map(plain_weight, layers[:3]), plain_dropout(layers[3]), layers]
-    # What does not depend on the layer is asked once.
+        w_q, w_k, w_v = map(plain_weight, linears)
+        return Parts(w_q, w_k, w_v, plain_dropout(dropout), layers)
+    # Hooks of all modules do not depend on the layer.
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
-        return [None, None, None, None, layers]
-    parts: list[Any] = []
-    for layer in layers[:3]:
+        return Parts(None, None, None, None, layers)
+    weights: list[Any] = []
+    for layer in linears:
         weight = None
         if type(layer) is _Linear:
-            own = layer.__dict__
+            attributes = layer.__dict__
             if not (  # as _is_changed: a small call comes here three times
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or "forward" in own
+                attributes["_forward_hooks"]
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+                or "forward" in attributes
             ):
-                parameters = own["_parameters"]
+                parameters = attributes["_parameters"]
                 weight = parameters.get("weight") if parameters.get("bias") is None else None
-        parts.append(weight)
-    dropout = layers[3]
+        weights.append(weight)
+    w_q, w_k, w_v = weights
     plain = type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__)
-    parts += (_dropped(dropout) if plain else None, layers)
-    return parts
+    return Parts(w_q, w_k, w_v, _dropped(dropout) if plain else None, layers)
 
 
 def draw_if_lazy(layer: nn.Module | None, name: str, x: Tensor) -> None:
@@ -177,7 +199,7 @@ def draw_if_lazy(layer: nn.Module | None, name: str, x: Tensor) -> None:
         return
     if not is_lazy(layer.weight):  # it has loaded one
         checks.features(name, x, layer.weight.shape[1])
-    # What the layer's own first call does in front of its hooks, which wait for a real call.
+    # What the layer's first call does in front of its hooks, which wait for a real call.
     cast(Any, layer)._infer_parameters(layer, (x,))
 
 
@@ -186,8 +208,9 @@ def apply_layer(layer: nn.Module | None, x: Tensor, bias: Tensor | None = None) 
     assert layer is not None
     parameters = plain_parameters(layer)
     if parameters is not None:
-        own = parameters.get("bias")
-        total = own if bias is None else bias if own is None else own + bias
+        total = layer_bias = parameters.get("bias")
+        if bias is not None:
+            total = bias if layer_bias is None else layer_bias + bias
         return linear(x, parameters["weight"], total)
     projected: Tensor = layer(x)
     return projected if bias is None else projected + bias

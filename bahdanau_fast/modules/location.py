@@ -129,8 +129,8 @@ class LocationAttention(Additive):
                 as the memory's keys have it.
             memory: from :meth:`memory`.
             location: (B,inputs,Tk), the weights of earlier steps.
-            mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what the memory's own
-                lengths and mask leave.
+            mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what lengths
+                and mask of the memory leave.
 
         Returns:
             Context (B,1,Dv); sets ``attention_weights`` (B,1,Tk) too.
@@ -142,7 +142,7 @@ class LocationAttention(Additive):
         call = self._on_memory(queries, memory, mask)
         keys, shape = call.keys, call.shape
         conv, w_f = plain_convolution(self.conv), plain_weight(self.W_f)
-        if self.conv is None or conv is not None:  # another convolution checks its own inputs
+        if self.conv is None or conv is not None:  # another convolution checks its inputs
             inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
             if shape is not None:
                 location = shape.rows("location", location, (inputs, keys.shape[1]))

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
-from bahdanau_fast.ops.operator import Attention, Named, Operator
+from bahdanau_fast.ops.operator import Attention, Named, Operator, named_tuple
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import Inside
 
@@ -62,21 +62,8 @@ __all__ = [
 INPUTS = ("queries", "keys", "values", "w_v", "w_q", "w_k", "bias", "features", "w_f")
 #: Bits of `needs`: which gradients a backward is to compute.
 NEED = {name: 1 << index for index, name in enumerate(INPUTS)}
-
-
-class InputGrads(NamedTuple):
-    """The gradients of :data:`INPUTS`."""
-
-    queries: Tensor | None
-    keys: Tensor | None = None
-    values: Tensor | None = None
-    w_v: Tensor | None = None
-    w_q: Tensor | None = None
-    w_k: Tensor | None = None
-    bias: Tensor | None = None
-    features: Tensor | None = None
-    w_f: Tensor | None = None
-
+#: The gradients of these inputs.
+InputGrads = named_tuple("InputGrads", INPUTS)
 
 _INPUTS = "Tensor queries, Tensor keys, Tensor values, Tensor w_v"
 _PROJECTIONS = "Tensor? w_q=None, Tensor? w_k=None, Tensor? bias=None"
@@ -242,7 +229,7 @@ def _gradients(
     grads: Sequence[Tensor | None],
     backend: str | None,
     shared: Any,
-) -> Sequence[Tensor | None]:
+) -> Any:
     plain_tanh = arguments.features is None and arguments.activation == 0
     if shared is None or not (plain_tanh and shared.is_awaited()):
         return attention_gradients(arguments, results, needs, grads, backend, shared)
@@ -254,8 +241,7 @@ def _gradients(
     shared.left().steps.append(
         Step(
             queries=arguments.queries,
-            # Detached: a backward that fails half way leaves it there, and no graph may hold
-            # itself.
+            # Detached: it stays after a backward that fails half way, and no graph may hold itself.
             weights=dropped if arguments.dropout_p > 0.0 else weights.detach(),
             lens=arguments.valid_lens,
             mask=arguments.mask,
@@ -284,39 +270,30 @@ def attention_gradients(
     grads: Sequence[Tensor | None],
     backend: str | None,
     shared: Any,
-) -> InputGrads:
+) -> Any:
     """The nine gradients; a shared node adds up the gradients of keys and values, None here.
 
-    From the arguments of ``attention``; its results from the weights on, all or the weights alone;
-    bits of :data:`NEED`; the gradients of context and weights.
+    :data:`InputGrads` from the arguments of ``attention``; its results from the weights on, all or
+    the weights alone; bits of :data:`NEED`; the gradients of context and weights.
     """
     weights, *projected = results
     grad_context, grad_weights, *_ = grads
     left = shared.left() if shared is not None and shared.is_awaited() else None
     needs_keys, needs_values = needs & NEED["keys"], needs & NEED["values"]
-    if (
-        left is not None
-        and grad_context is not None
-        and needs_values
-        and arguments.dropout_p == 0.0
-    ):
+    deferrable = grad_context is not None and arguments.dropout_p == 0.0
+    if left is not None and needs_values and deferrable:
         left.weights.append(weights.detach())
         left.contexts.append(grad_context)
         needs_values = 0
     needs = needs & ~(NEED["keys"] | NEED["values"]) | needs_values
+    call: tuple[Any, ...]
     if left is not None and left.keys is not None:
-        input_grads = InputGrads(
-            *attention_backward_onto.overload(
-                weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
-            )
-        )
+        call = weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
+        input_grads = InputGrads(*attention_backward_onto.overload(*call))
     else:
-        input_grads = InputGrads(
-            *attention_backward.kernel(backend)(
-                *(weights, *(projected or (None, None)), grad_context, grad_weights),
-                *(needs | needs_keys, *_backward_arguments(arguments)),
-            )
-        )
+        call = weights, *(projected or (None, None)), grad_context, grad_weights, needs | needs_keys
+        run = attention_backward.kernel(backend)
+        input_grads = InputGrads(*run(*call, *_backward_arguments(arguments)))
         if left is None:
             return input_grads
         left.keys = input_grads.keys if needs_keys else None

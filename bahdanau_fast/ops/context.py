@@ -5,7 +5,7 @@ context comes from weights and values, so that ``retain_grad``, hooks and ``auto
 gradient of the weights. Here a call has the same two nodes. In an ordinary backward the node of the
 context hands its gradient to that of the weights, whose kernel does all in one pass. Where somebody
 may look at the gradient of the weights, it is computed here, by plain operations: where they have
-hooks, and where gradients of named tensors are asked for and the caller has the weights.
+hooks, and where ``autograd.grad`` is to find certain gradients and the caller has the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast.ops.dropout import dropout_factors
-from bahdanau_fast.ops.saved_tensors import changed, is_asked
+from bahdanau_fast.ops.saved_tensors import changed, will_run
 
 __all__ = ["Box", "Link", "Node", "gradients_of_context", "without_autocast"]
 
@@ -32,7 +32,7 @@ Node = torch.autograd.function._SingleLevelFunction
 
 
 class Link:
-    """What the two nodes of a call give each other; the context (B,Tq,Dv) is the kernel's."""
+    """What the two nodes of a call exchange; the context (B,Tq,Dv) is the kernel's."""
 
     __slots__ = ("_grads", "_values", "context", "dropout_p", "seed", "turned")
 
@@ -77,10 +77,10 @@ class Box:
 class _Context(Node):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, leaf: Tensor, link: Link) -> Tensor:
-        ctx.link, ctx.kept, ctx.box = link, None, None
+        ctx.link, ctx.saved, ctx.box = link, None, None
         ctx.set_materialize_grads(False)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            ctx.box, ctx.kept = Box(weights), (values, (weights._version, values._version))
+            ctx.box, ctx.saved = Box(weights), (values, (weights._version, values._version))
         else:
             ctx.save_for_backward(weights, values)
         context, link.context = link.context, None
@@ -89,20 +89,20 @@ class _Context(Node):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = (None, None)
+        grads: tuple[Tensor | None, ...] = (None, None)
         if grad is not None:
             if _is_seen(ctx):
-                found = _gradients(ctx, grad)
+                grads = _gradients(ctx, grad)
             else:
                 ctx.link.leave(grad)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.kept = ctx.box = None
-        return (*found, None, None)
+            ctx.saved = ctx.box = None
+        return (*grads, None, None)
 
 
 def _is_seen(ctx: Any) -> bool:
     """Whether anything but the node of the weights may look at their gradient."""
-    if ctx.kept is None or torch.is_grad_enabled():
+    if ctx.saved is None or torch.is_grad_enabled():
         return True
     box = ctx.box
     if box.is_read and not torch._C._will_engine_execute_node(_AT_LEAF):
@@ -114,13 +114,13 @@ def _is_seen(ctx: Any) -> bool:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of weights and values; an error where one was changed that the other's gradient needs."""
     saved = ctx.saved_tensors  # raises after the graph was freed
-    if ctx.kept is not None:
-        values, versions = ctx.kept
+    if ctx.saved is not None:
+        values, versions = ctx.saved
         saved = ctx.box.weights, values
         if (saved[0]._version, values._version) != versions:
             others = reversed(ctx.next_functions[:2])
             for tensor, version, (other, _) in zip(saved, versions, others, strict=True):
-                if tensor._version != version and is_asked(other):
+                if tensor._version != version and will_run(other):
                     raise changed(tensor, version)
     (weights, values), link = saved, ctx.link
     dropout, needed = (link.seed, link.dropout_p), ctx.needs_input_grad

@@ -8,11 +8,11 @@ first layer, beside inputs whose part of the gates is computed for all steps in 
 
 ``decode`` leaves behind what backward needs, or with ``keep=False`` of the last step only;
 ``decode_greedy`` feeds back the likeliest token until every row has ended. These operators are for
-CPU tensors and, where all steps are one launch, for those of a GPU; else
-:mod:`ops.decode_on_gpu` does there what they do.
+CPU tensors and, where all steps are one launch, for GPU tensors; else
+:mod:`ops.decode_on_gpu` does the same in a loop of launches.
 
 What does not have to wait for a step is left out of the loop: the gradients of all weights are one
-product each over all steps, those of keys, values and w_v one pass over the keys.
+product over all steps, the gradients of keys, values and w_v one pass over the keys.
 
 Gates are in the order of the C++ (cpu/kernels/recurrent.h): GRU n r z on the input side, r z n on
 the hidden side; LSTM i f g o. Weights and their gradients are whole, as torch's layers have them;
@@ -94,11 +94,8 @@ def decode(
             decoded = _decoded(_forward(arguments, constants, loop_backend, keep=False), dtypes)
     if inputs.hidden.shape[2] == units:
         return decoded
-    return decoded._replace(
-        features=decoded.features[..., :units],
-        hidden=decoded.hidden[..., :units],
-        cell=decoded.cell[..., :units],
-    )
+    *states, weights = decoded
+    return Decoded._make((*(x[..., :units] for x in states), weights))
 
 
 def decode_greedily(

@@ -265,7 +265,7 @@ class StepResults(NamedTuple):
 
     states: Tensor  # (L,T+1,B,H), the first states in front
     cells: Tensor  # (L,T+1,B,H) of an LSTM, else without layers
-    contexts: Tensor  # (T,B,Dv); as queries and gates, only the last step's unless kept
+    contexts: Tensor  # (T,B,Dv); as queries and gates, of the last step alone without keep
     queries: Tensor  # (T,B,F)
     weights: Tensor  # (T,B,Tk)
     gates: Tensor  # (L,T,B,4H); of a loop on a GPU what the backward of torch's cells takes

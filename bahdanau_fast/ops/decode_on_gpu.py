@@ -64,7 +64,7 @@ class _Loop:
         self._attend = attention.kernel(backend)
         self._attention_arguments = _attention_arguments(backend, a, constants)
         *below, top = a.w_hidden.unbind(0)
-        # The top layer's state is multiplied once, for the queries and for its own gates.
+        # The top layer's state is multiplied once, for the queries and for its gates.
         self._w_hidden = [*below, torch.cat((a.w_query, top))]
         self._w_inputs = [w.t() for w in _input_weights(a)]  # by layer
         lstm, units, side = a.cell is not None, a.hidden.shape[2], a.w_hidden.shape[1]

@@ -1,12 +1,12 @@
-"""What the operators are made of, for formats that know none but their own.
+"""The plain operations of the operators, for formats that know no other operators.
 
 ``torch.onnx.export(model, ..., dynamo=True)`` needs nothing from here: while it runs, attention is
-plain PyTorch operations (:mod:`bahdanau_fast.backends`). A program that ``torch.export`` has made
+plain PyTorch operations (:mod:`bahdanau_fast.backends`). A program of ``torch.export``
 already holds the operator; :data:`TABLE` takes it apart::
 
     torch.onnx.export(program.run_decompositions(bf.decompositions.TABLE), (), "model.onnx")
 
-It is not registered with PyTorch: compilers that can call the operator would find it there, too.
+It is not registered with PyTorch: compilers that can call the operator would find it, too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["TABLE"]
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     named = attention.named(*args, **kwargs)
     names = ("queries", "keys", "values", "w_v", "valid_lens", "dropout_p", "mask")
-    given = {name: named[name] for name in names}
-    context, weights = reference.attend(**given, inside=inside_of(named))
+    arguments = {name: named[name] for name in names}
+    context, weights = reference.attend(**arguments, inside=inside_of(named))
     return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 
-#: For ``torch.export.ExportedProgram.run_decompositions``: plain operations for each operator.
+#: For ``torch.export.ExportedProgram.run_decompositions``: plain operations by operator.
 TABLE: dict[Any, Callable[..., Any]] = {attention.overload: _attention}

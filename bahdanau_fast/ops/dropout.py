@@ -13,9 +13,9 @@ __all__ = ["dropout_factors", "dropout_seed"]
 
 
 def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
-    """A seed for the dropout mask from torch's own generator, so that manual_seed governs it.
+    """A seed for the dropout mask from torch's generator, so that manual_seed governs it.
 
-    For a DTensor, one for each rank: ranks count their batch rows from zero each, and with one seed
+    For a DTensor, one per rank: every rank counts its batch rows from zero, and with one seed
     they would drop the same weights. (1,) int64; None without dropout.
     """
     if dropout_p <= 0.0:

@@ -1,4 +1,4 @@
-"""``x @ weight.T + bias`` of a few rows by this package's own product; fp32, on the CPU."""
+"""``x @ weight.T + bias`` of a few rows by this package's product; fp32, on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _project = Operator(
     "project(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )
-# Without a weight there is no gradient of x, without x none of the weight.
+# The gradient of x needs the weight, the gradient of the weight needs x.
 _project_backward = Operator(
     "project_backward(Tensor grad, Tensor? x, Tensor? weight, bool of_bias) -> "
     "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
@@ -52,9 +52,9 @@ def gradients(
 
     Not differentiable again.
     """
-    of_x, of_weight, found = _project_backward.now(grad, x, weight, of_bias)
+    grad_x, grad_weight, grad_bias = _project_backward.now(grad, x, weight, of_bias)
     return (
-        None if weight is None else of_x,
-        None if x is None else of_weight,
-        found if of_bias else None,
+        None if weight is None else grad_x,
+        None if x is None else grad_weight,
+        grad_bias if of_bias else None,
     )

@@ -27,7 +27,16 @@ from bahdanau_fast.ops.context import Node, gradients_of_context
 from bahdanau_fast.ops.saved_tensors import after_backward, save_inputs, saved_inputs
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["Attention", "Named", "Operator", "Recorded", "apart", "implement", "number_of"]
+__all__ = [
+    "Attention",
+    "Named",
+    "Operator",
+    "Recorded",
+    "apart",
+    "implement",
+    "named_tuple",
+    "number_of",
+]
 
 library = torch.library.Library("bahdanau_fast", "DEF")
 
@@ -40,6 +49,12 @@ Gradients = Callable[[Any, Any, tuple[bool, ...], Any], Sequence[Tensor | None]]
 operators: dict[str, Operator] = {}
 
 
+def named_tuple(name: str, fields: Sequence[str], defaults: Named | None = None) -> Any:
+    """A NamedTuple of these fields; without a value and a default one is None."""
+    make: Any = collections.namedtuple  # type checkers want literal fields
+    return make(name, fields, defaults=[(defaults or {}).get(field) for field in fields])
+
+
 class Operator:
     """An operator of this package, from its schema and its fake, which takes keywords.
 
@@ -48,7 +63,7 @@ class Operator:
         names: of its arguments, in order.
         tensors: names of the tensors; numbers come behind them in a differentiable operator.
         defaults: default values, by the name of the argument.
-        arguments: a NamedTuple of the arguments; without a value and a default one is None.
+        arguments: a NamedTuple of the arguments, as :func:`named_tuple`.
         overload: what compiled code calls.
         now: the same past ``OpOverload.__call__``, for eager calls.
         in_python: kernels by the name of the backend: of backends written in Python, and those
@@ -68,9 +83,7 @@ class Operator:
         self.names = tuple(argument.name for argument in arguments)
         self.tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
         self.defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-        named_tuple: Any = collections.namedtuple  # its checker takes literal names only
-        defaults = [self.defaults.get(name) for name in self.names]
-        self.arguments: Any = named_tuple("Arguments", self.names, defaults=defaults)
+        self.arguments = named_tuple("Arguments", self.names, self.defaults)
         torch.library.register_fake(
             f"bahdanau_fast::{self.name}",
             lambda *args, **kwargs: fake(**self.named(*args, **kwargs)),
@@ -198,18 +211,14 @@ class Attention(Operator):
         grad_values = grad_scores = None
         without_values = self._without_values(needed)
         if grad_context is not None:
+            dropout, both = (arguments.seed, arguments.dropout_p), (True, needed != without_values)
             through_context, grad_values = gradients_of_context(
-                grad_context,
-                weights,
-                arguments.values,
-                arguments.seed,
-                arguments.dropout_p,
-                (True, needed != without_values),
+                grad_context, weights, arguments.values, *dropout, both
             )
             assert through_context is not None
-            grad_weights = (
-                through_context if grad_weights is None else through_context + grad_weights
-            )
+            if grad_weights is not None:
+                through_context = through_context + grad_weights
+            grad_weights = through_context
         if grad_weights is not None:
             visible = reference.visible(arguments.valid_lens, arguments.mask, weights.shape[2])
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))

@@ -2,13 +2,13 @@
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
 Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast. On Intel's own MKL
+an AMD Zen 5 it is up to 2.3 times as fast. On Intel's, MKL
 is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
 
 Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
 their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
 
-Of few rows and a large weight MKL takes up to three times as long as this package's own product, on
+Of few rows and a large weight MKL takes up to three times as long as this package's product, on
 AMD's processors without AVX-512. ``Limits.few_rows`` says of how many.
 """
 
@@ -53,7 +53,7 @@ ONEDNN_SIDE = 128
 ONEDNN_TERMS, ONEDNN_COPIED_TERMS = 256, 512
 # The rows that are worth the transpose of an MKL product.
 TURNED_ROWS, TURNED_ROWS_MOST = 16, 48
-# What this package's own product is worth: features of a row, rows of the weight, and elements of
+# What this package's product is worth: features of a row, rows of the weight, and elements of
 # the weight for each row; of one row, of which MKL makes less work, elements of the weight.
 FEW_ROWS_FEATURES, FEW_ROWS_HIDDEN, FEW_ROWS_WEIGHT = 256, 128, 4096
 ONE_ROW_WEIGHT = 1 << 18
@@ -118,8 +118,9 @@ class _Waiting(torch.autograd.Function):
 
 def waiting(keys: Tensor, token: BackwardToken) -> Tensor:
     """Shared keys for a call whose backward may come, as long as the graph of the result exists."""
-    made: Tensor = _Waiting.apply(keys, token)  # type: ignore[no-untyped-call]
-    return made
+    node: Any = _Waiting
+    result: Tensor = node.apply(keys, token)
+    return result
 
 
 def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
@@ -220,7 +221,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(...,D) as (rows,D); ``flatten`` is not known to a vectorized backward."""
+    """(...,D) as (rows,D); a vectorized backward lacks ``flatten``."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -1,8 +1,8 @@
-"""What nodes of the autograd graph save, and how long those keep it that several calls share.
+"""What nodes of the autograd graph save, and how long nodes keep it that several calls share.
 
 Autograd frees what a node saved once a backward has gone through it. Calls on the same keys share
-the node of the projection, and plain code, which projects at each call, may run a backward for each
-of them. So shared nodes keep their tensors themselves, until no call is left whose backward could
+the node of the projection, and plain code, which projects at every call, may run a backward for all
+of them. So shared nodes hold their tensors themselves, until no call is left whose backward could
 still come.
 """
 
@@ -21,9 +21,9 @@ __all__ = [
     "SavedTensors",
     "after_backward",
     "changed",
-    "is_asked",
     "save_inputs",
     "saved_inputs",
+    "will_run",
     "with_rows_together",
 ]
 
@@ -34,12 +34,12 @@ class PendingBackwards:
     __slots__ = ("_tokens", "lock")
 
     def __init__(self) -> None:
-        # Of each call the backward pass that freed its graph, and is on its way to those nodes.
+        # By call: the backward pass that freed its graph, and is on its way to the shared nodes.
         self._tokens: dict[int, int | None] = {}
         self.lock = threading.Lock()  # a call begins before a node is freed, or after
 
     def begin(self) -> BackwardToken:
-        """Count one more; to be kept by the node of the call in the graph."""
+        """Count one more, for the node of the call in the graph to hold."""
         with self.lock:
             return BackwardToken(self._tokens)
 
@@ -104,7 +104,7 @@ class SavedTensors:
 
     @property
     def is_current(self) -> bool:
-        """Whether one more call may come to the node: neither freed nor changed in place."""
+        """Whether one more call may come to the node: neither freed nor modified."""
         return not self.released and _versions(self._memory) == self._versions
 
     def get(self) -> Sequence[Tensor | None]:
@@ -138,7 +138,7 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
 
 
 def changed(tensor: Tensor | None, expected: int | None) -> RuntimeError:
-    """The error that autograd has for a saved tensor that was changed in place."""
+    """The error that autograd has for a saved tensor with another version."""
     assert tensor is not None
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
@@ -151,12 +151,12 @@ def save_inputs(ctx: Any, inputs: Sequence[Tensor | None], others: Sequence[Tens
     """``ctx.save_for_backward`` of all inputs but the first, to be read by :func:`saved_inputs`."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         ctx.save_for_backward(*inputs, *others)
-        ctx.kept = None
+        ctx.saved_inputs = None
         return
     # The memory of now, as in SavedTensors.
     memory = [None if t is None else t.detach() for t in inputs]
     ctx.save_for_backward(*others)
-    ctx.kept = inputs, memory, [None if t is None else t._version for t in memory]
+    ctx.saved_inputs = inputs, memory, [None if t is None else t._version for t in memory]
 
 
 def with_rows_together(x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def with_rows_together(x: Tensor) -> Tensor:
 
 
 def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequence[Any]:
-    """``ctx.saved_tensors``; it minds changes in place only where plain code does.
+    """``ctx.saved_tensors``; it rejects modified inputs only where plain code does.
 
     A node of plain code saves what the gradients through it need, and one that a backward does not
     come to does not look at what it has saved. One node for all of them, which saves everything,
@@ -174,30 +174,30 @@ def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequen
     of the inputs go, unless that is ``next_functions``.
     """
     tensors: Sequence[Tensor | None] = ctx.saved_tensors  # raises after the graph was freed
-    if ctx.kept is None:
+    if ctx.saved_inputs is None:
         return tensors
-    inputs, memory, versions = ctx.kept
+    inputs, memory, versions = ctx.saved_inputs
     again = torch.is_grad_enabled()
     now = [None if t is None else t._version for t in memory]
     if now != versions:
         named = dict(zip(operator.inputs, memory, strict=True))
         edges = iter(ctx.next_functions if nodes is None else nodes)
-        asked = {n for n, t in named.items() if t is not None and is_asked(next(edges)[0])}
+        due = {n for n, t in named.items() if t is not None and will_run(next(edges)[0])}
         for (name, t), before, after in zip(named.items(), versions, now, strict=True):
-            if before != after and (again or asked.intersection(operator.needing(name, named))):
+            if before != after and (again or due.intersection(operator.needing(name, named))):
                 raise changed(t, before)
     return (*(inputs if again else memory), *tensors)
 
 
-def is_asked(node: Any) -> bool:
+def will_run(node: Any) -> bool:
     """Whether the backward that is running will come to a node."""
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # of a leaf that autograd.grad was given, and of no other
+    except RuntimeError:  # raised for leaves that are inputs of autograd.grad alone
         return True
 
 
 def after_backward(ctx: Any) -> None:
-    """Let go of what :func:`save_inputs` kept, as autograd does, unless it keeps the graph."""
+    """Free what :func:`save_inputs` saved, as autograd does, unless it keeps the graph."""
     if not torch._C._autograd._get_current_graph_task_keep_graph():
-        ctx.kept = None
+        ctx.saved_inputs = None

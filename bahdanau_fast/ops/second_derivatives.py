@@ -1,4 +1,4 @@
-"""Second derivatives: backward of an operator, made of what can be differentiated again."""
+"""Second derivatives: backward of an operator by differentiable operations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def differentiate_again(
         if grad is not None
     ]
     wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-    found = torch.autograd.grad(
+    input_grads = torch.autograd.grad(
         [out for out, _ in used],
         wanted,
         [grad for _, grad in used],
         create_graph=True,
         allow_unused=True,
     )
-    each = iter(found)
-    return [next(each) if need else None for need in needed]
+    remaining = iter(input_grads)
+    return [next(remaining) if need else None for need in needed]
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same numbers as a tensor of its own, that has a gradient even if it was frozen since."""
+    """A tensor of the same numbers that has a gradient even if the first was frozen since."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

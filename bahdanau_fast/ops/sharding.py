@@ -1,6 +1,6 @@
-"""How the operators run on DTensors: each rank its own batch rows, nothing gathered.
+"""How the operators run on DTensors: ranks compute their batch rows, nothing is gathered.
 
-Batch rows do not see each other, so every operator takes its inputs sharded over the batch and
+No batch row depends on another, so every operator takes its inputs sharded over the batch and
 weights whole; gradients of weights come out as parts to be summed. :func:`register_for` tells
 PyTorch so, once, at the first DTensor: DTensor takes longer to import than this package.
 """
@@ -31,7 +31,7 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     rows, whole, parts = Shard(0), Replicate(), Partial("sum")
-    # Names of what has no batch rows, among the arguments of an operator; and its results.
+    # Names of the arguments without batch rows; placements of the results.
     weights = {"w_q", "w_k", "w_v", "bias", "w_f"}
     gradients = [parts if name in weights else rows for name in attention.inputs]
     of_operators: dict[Operator, tuple[set[str], list[Any]]] = {
@@ -45,21 +45,22 @@ def _register() -> None:
         without_rows, outputs = of_operators[operator]
         named = operator.named(*args)
         metas = [getattr(x, "tensor_meta", None) for x in args]
-        given = list(zip(operator.names, metas, strict=False))
+        by_name = list(zip(operator.names, metas, strict=False))
         one_by_one = [  # what has no elements has no rows
             None if x is None else whole if name in without_rows or 0 in x.shape else rows
-            for name, x in given
+            for name, x in by_name
         ]
-        alike = [None if x is None else whole for _, x in given]
-        # A result that is not asked for is empty, and has no rows.
+        alike = [None if x is None else whole for _, x in by_name]
+        # A result that is not requested is empty, and has no rows.
         if operator is attention_backward:
-            asked = [bool(named["needs"] & NEED[name]) for name in attention.inputs]
+            requested = [bool(named["needs"] & NEED[name]) for name in attention.inputs]
         elif operator is attention.recorded:
             counted = named["valid_lens"] is not None and named["mask"] is None
-            asked = [True, True, counted, named["w_q"] is not None, named["w_k"] is not None]
+            by_weights = (named[name] is not None for name in ("w_q", "w_k"))
+            requested = [True, True, counted, *by_weights]
         else:
-            asked = [True] * len(outputs)
-        outputs = [out if ask else whole for out, ask in zip(outputs, asked, strict=True)]
+            requested = [True] * len(outputs)
+        outputs = [x if used else whole for x, used in zip(outputs, requested, strict=True)]
         return [(outputs, one_by_one), ([whole] * len(outputs), alike)]
 
     for operator in of_operators:

@@ -1,19 +1,19 @@
 """One node of the autograd graph for the keys, values and w_v that many calls look at.
 
 A decoder attends once per step. What its recurrence waits for in backward is the gradient of that
-step's queries; those of the keys, the values and w_v are sums over all steps. So a step's backward
+step's queries; the gradients of keys, values and w_v are sums over all steps. So a step's backward
 computes the first and leaves the gradients of its scores here, and when autograd has been through
-all the steps and comes to the shared node, one pass over the keys makes the sums: no tensor of the
-size of the keys is made, or added up, per step.
+all the steps and comes to the shared node, one pass over the keys computes the sums: no step
+allocates, or adds up, a tensor of the size of the keys.
 
 A step with features inside the tanh has no such pass, which would have to compute every tanh again:
-its backward adds the gradient of the keys to a sum that is kept here, and leaves what that of the
-values is made of.
+its backward adds the gradient of the keys to a sum here, and leaves the weights and the gradient of
+the context, from which the shared node computes the gradient of the values.
 
 Whatever a step cannot leave (it is to be differentiated again, or autograd is not going to the
 shared node this time) it returns to autograd in the ordinary way, and the shared node adds that.
 
-Calls that share a node may still have a ``backward`` each, as if they shared nothing: see
+Calls that share a node may still run ``backward`` one by one, as if they shared nothing: see
 :class:`~bahdanau_fast.ops.saved_tensors.PendingBackwards`.
 """
 
@@ -37,11 +37,11 @@ class Left:
     """What the calls of one backward pass leave.
 
     Attributes:
-        steps: one of each call whose share of the sums is still to be computed.
-        keys: (B,Tk,H), the gradient of the keys from the first of the calls that make it
-            themselves, to which the others add theirs; None before, and where it is not wanted.
-        weights: (B,Tq,Tk), of each of the latter.
-        contexts: (B,Tq,Dv), the gradients of their contexts.
+        steps: the calls whose share of the sums is still to be computed.
+        keys: (B,Tk,H), the gradient of the keys from the first call that computes it, to which
+            other calls add theirs; None before, and where it is not needed.
+        weights: (B,Tq,Tk), of the calls that compute the gradient of the keys.
+        contexts: (B,Tq,Dv), the gradients of the contexts of these calls.
     """
 
     __slots__ = ("contexts", "keys", "steps", "weights")
@@ -58,8 +58,8 @@ class Left:
             return None
         weights, contexts = _join(self.weights), _join(self.contexts)
         with without_autocast(weights.device):
-            found = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
-        return found.to(contexts.dtype)
+            grad_values = torch.bmm(weights.transpose(1, 2), contexts.to(weights.dtype))
+        return grad_values.to(contexts.dtype)
 
 
 class SharedNode:
@@ -81,8 +81,8 @@ class SharedNode:
         self._values, self.w_v = values, w_v
         self._saved, self.results, self._left = saved, results, left
         self._grad_fns = (values.grad_fn, w_v.grad_fn)
-        # Results share the memory of what came in, unless they are copies in another dtype: then
-        # the bytes of what came in have to be the same as well.
+        # Results share the memory of the inputs, unless they are copies in another dtype: then the
+        # bytes of the inputs have to be the same as well.
         copied = values.dtype != results[1].dtype or w_v.dtype != results[2].dtype
         self._bytes = fingerprint.now(values, w_v) if copied else None
         self._copies: dict[str, Tensor] = {}
@@ -130,10 +130,10 @@ class SharedNode:
     def _same(self, name: str, tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        kept = self._copies.get(name)
-        if kept is None or kept.dtype != tensor.dtype or not torch.equal(kept, tensor):
-            kept = self._copies[name] = tensor
-        return kept
+        saved = self._copies.get(name)
+        if saved is None or saved.dtype != tensor.dtype or not torch.equal(saved, tensor):
+            saved = self._copies[name] = tensor
+        return saved
 
 
 def share(
@@ -144,7 +144,7 @@ def share(
     w_v: Tensor,
     backwards: PendingBackwards,
 ) -> SharedNode | None:
-    """Put the shared node behind keys, values and w_v; None where no gradient will be asked for.
+    """Put the shared node behind keys, values and w_v; None where no gradient is needed.
 
     Keys are projected; table and keys_max those of ``ops.exp_keys``, or None.
     """
@@ -152,13 +152,13 @@ def share(
         torch.compiler.is_compiling()
         or not checks.needs_gradient(keys, values, w_v)
         or checks.in_transform()
-        or type(keys) is not Tensor  # a DTensor's calls know no other node than their own
+        or type(keys) is not Tensor  # calls on a DTensor share no node
         or values.is_inference()
         or w_v.is_inference()
     ):
         return None
     inputs = (keys, values.to(keys.dtype), w_v.to(keys.dtype))
-    # The calls themselves save values and w_v as well, and see changes in place.
+    # The calls themselves save values and w_v as well, and notice another version.
     saved = SavedTensors(backwards, keys, inputs[1].data, inputs[2].data, table, keys_max)
     left: dict[int, Left] = {}  # by backward pass: several may go over one graph, also at once
     results = _Share.apply(*inputs, saved, left)  # type: ignore[no-untyped-call]
@@ -171,8 +171,8 @@ class _Share(torch.autograd.Function):
         *tensors, ctx.saved, ctx.left = inputs
         ctx.set_materialize_grads(False)
         results = [tensor.detach() for tensor in tensors]
-        asked = zip(results, ctx.needs_input_grad, strict=False)
-        ctx.mark_non_differentiable(*(result for result, need in asked if not need))
+        needed = zip(results, ctx.needs_input_grad, strict=False)
+        ctx.mark_non_differentiable(*(result for result, need in needed if not need))
         return tuple(results)
 
     @staticmethod
@@ -180,12 +180,12 @@ class _Share(torch.autograd.Function):
         left = ctx.left.pop(torch._C._current_graph_task_id(), None)
         saved = ctx.saved.get()
         ctx.saved.after_backward()
-        found: Sequence[Tensor | None] = grads
+        sums: Sequence[Tensor | None] = grads
         if left is not None:
             if left.steps:
-                found = tuple(map(_add, _sums(left.steps, saved, ctx.needs_input_grad[:3]), found))
-            found = tuple(map(_add, (left.keys, left.values(), None), found))
-        return (*found, None, None)
+                sums = tuple(map(_add, _sums(left.steps, saved, ctx.needs_input_grad[:3]), sums))
+            sums = tuple(map(_add, (left.keys, left.values(), None), sums))
+        return (*sums, None, None)
 
 
 def _sums(
@@ -220,15 +220,15 @@ def _join_seen(
     """Lengths, or masks, which are bool; one for all queries where it is the same for all."""
     first = parts[0]
     for_all = first is None or first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1)
-    if for_all and all(each is first for each in parts):
+    if for_all and all(part is first for part in parts):
         return first
     size = (keys_len,) if dtype is torch.bool else ()
     per_query = []
-    for each, asked in zip(parts, queries, strict=True):
-        whole = asked.new_full(size, keys_len, dtype=dtype) if each is None else each.to(dtype)
-        if each is not None and each.dim() == 1:
+    for part, query in zip(parts, queries, strict=True):
+        whole = query.new_full(size, keys_len, dtype=dtype) if part is None else part.to(dtype)
+        if part is not None and part.dim() == 1:
             whole = whole.unsqueeze(1)
-        per_query.append(whole.expand(*asked.shape[:2], *size))
+        per_query.append(whole.expand(*query.shape[:2], *size))
     return _join(per_query)
 
 
@@ -239,8 +239,8 @@ def _join_contexts(
         return None
     return _join(
         [
-            asked.new_zeros((*asked.shape[:2], values.shape[2])) if grad is None else grad
-            for grad, asked in zip(grads, queries, strict=True)
+            query.new_zeros((*query.shape[:2], values.shape[2])) if grad is None else grad
+            for grad, query in zip(grads, queries, strict=True)
         ]
     )
 
