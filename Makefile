@@ -67,6 +67,7 @@ arm: build/arm/.made .venv/.made  ## the contract table on ARM, imitated by qemu
 lint: venv  ## check style, types, and which room may import which
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/python tests/package/ceilings.py
 	rm -rf build/typed && mkdir -p build/typed
 	cp -RLp bahdanau_fast build/typed/
 	cd build/typed && ../../$(BIN)/mypy --config-file ../../pyproject.toml bahdanau_fast

@@ -179,7 +179,7 @@ def _demo(options: argparse.Namespace) -> int:
     settings = Settings(seed=options.seed)
     if options.epochs is not None:
         settings = replace(settings, epochs=options.epochs)
-    sizes = demo.QUICK if options.quick else demo.Sizes()
+    sizes = demo.QUICK if options.quick else demo.DemoSizes()
     return 0 if demo.run(options.out, settings, sizes, options.overwrite) else 1
 
 

@@ -15,7 +15,7 @@ from bahdanau_fast.ops.attention import attend_scores, attention
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.location import attend_location, convolved
-from bahdanau_fast.ops.operator import NUMBERS, Attention, Recorded, number_of
+from bahdanau_fast.ops.operator import NUMBERS, AttentionOperator, Recorded, number_of
 from bahdanau_fast.ops.projection import linear, waiting
 from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
@@ -194,7 +194,7 @@ def _by_location(route: Route, call: Call) -> Results:
 
 
 def _called(
-    operator: Attention,
+    operator: AttentionOperator,
     inputs: tuple[Any, ...],
     others: tuple[Tensor | None, ...],
     numbers: tuple[Any, ...],

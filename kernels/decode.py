@@ -122,7 +122,7 @@ def seen_of_split(mask, mask_key, first, stop, valid_len, Tk):
     end = valid_len
     if mask is not None:
         end = last_seen(mask, mask_key, first, tl.minimum(valid_len, stop), 1024)
-        if end == 0:  # there may be some in other splits
+        if end == 0:  # other splits may have some
             valid_len = last_seen(mask, mask_key, 0, valid_len, 1024)
     empty = valid_len == 0
     return empty, tl.where(empty, Tk, end)

@@ -58,7 +58,7 @@ def _load(extension: str, kind: str, needs: str) -> str | None:
     except ModuleNotFoundError:
         return f"the {kind} extension is not built{_why_not_built(extension, needs)}"
     except (ImportError, OSError) as error:
-        return f"the {kind} extension is there but does not load: {_first_line(error)}"
+        return f"the {kind} extension is present but does not load: {_first_line(error)}"
     return None
 
 

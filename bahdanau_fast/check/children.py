@@ -30,7 +30,7 @@ _MARK = b"\x1e"
 _OUTPUT = 20
 # Seconds for a killed process to be gone; one that a driver holds may never be.
 _GONE = 3.0
-# Seconds that one waits for a row before one looks whether the process is there.
+# Seconds that one waits for a row before one looks whether the process lives.
 _MOMENT = 0.02
 _writer = -1  # in a child: where its rows go
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
-from bahdanau_fast.ops.operator import Attention, Named, Operator, named_tuple
+from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named_tuple
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import Inside
 
@@ -312,7 +312,7 @@ _ATTENTION = (
     "int backend=0, bool narrow=False) -> (Tensor context, Tensor weights"
 )
 _RECORDED = "Tensor counts, Tensor projected_queries, Tensor projected_keys"
-attention = Attention(
+attention = AttentionOperator(
     f"attention{_ATTENTION})",
     _attention_fake,
     INPUTS,

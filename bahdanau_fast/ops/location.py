@@ -28,7 +28,7 @@ from bahdanau_fast.ops.attention import (
     gradient_like,
     inside_of,
 )
-from bahdanau_fast.ops.operator import Attention, Named, Operator
+from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator
 
 __all__ = ["attend_location", "convolution_backward", "convolved"]
 
@@ -94,7 +94,7 @@ def _gradients(
 _INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
 _NEEDING: dict[str, Any] = {"location": ("w_conv",), "w_conv": ("location",), "b_conv": ()}
 _THROUGH = tuple(name for name in _INPUTS if name != "values")
-attend_location = Attention(
+attend_location = AttentionOperator(
     "attend_location(Tensor queries, Tensor keys, Tensor values, Tensor w_v, Tensor location, "
     f"Tensor w_conv, Tensor? b_conv, Tensor w_f, {LENS}, {DROPOUT}, {ACTIVATION}) -> "
     "(Tensor context, Tensor weights, Tensor features)",

@@ -1,8 +1,8 @@
 """An operator from one description: its schema, the shapes of its results, and its gradient.
 
 :class:`Operator` defines the schema and registers the fake (results without numbers);
-:class:`Attention`, of operators that attend, the autograd formula of compiled code and the node of
-eager calls. Arguments have the names of the schema everywhere.
+:class:`AttentionOperator`, of operators that attend, the autograd formula of compiled code and the
+node of eager calls. Arguments have the names of the schema everywhere.
 
 The kernels live elsewhere, one per dispatch key: csrc/cpu registers the CPU key when its extension
 loads, csrc/cuda or ``backends.triton`` the CUDA key.
@@ -28,7 +28,7 @@ from bahdanau_fast.ops.saved_tensors import after_backward, save_inputs, saved_i
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
 __all__ = [
-    "Attention",
+    "AttentionOperator",
     "Named",
     "Operator",
     "Recorded",
@@ -127,7 +127,7 @@ class Operator:
         )
 
 
-class Attention(Operator):
+class AttentionOperator(Operator):
     """A differentiable operator that gives context, weights and maybe more.
 
     Its schema has the differentiable inputs first; then the other tensors: lengths and mask first,

@@ -164,3 +164,14 @@ def test_compiled_in_one_graph(module, inputs, loop):
         results = torch.cat(function(module, [query, query + 1], *source), 1)
         grads.append([results, *torch.autograd.grad(results.square().sum(), leaves)])
     torch.testing.assert_close(*grads)
+
+
+def test_exported(module, inputs):
+    exported = torch.export.export(module, tuple(inputs)).module()
+    close(exported(*inputs), truth(module, *inputs))
+
+
+def test_under_a_transform(module, inputs):
+    query, keys, values = inputs
+    got = torch.vmap(lambda q: module(q, keys, values))(torch.stack([query, query + 1]))
+    close(got[1], truth(module, query + 1, keys, values))

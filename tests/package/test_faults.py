@@ -194,20 +194,20 @@ def left_out(folder):
 
 def garbage(folder):
     (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(b"not a library" * 100)
-    return r"the C\+\+ extension is there but does not load: .*invalid ELF header"
+    return r"the C\+\+ extension is present but does not load: .*invalid ELF header"
 
 
 def truncated(folder):
     # As an interrupted copy leaves it; the loader maps it and dies on the missing pages (SIGBUS).
     real = Path(sys.modules["bahdanau_fast._C_cpu"].__file__).read_bytes()
     (folder / "bahdanau_fast/_C_cpu.abi3.so").write_bytes(real[: len(real) // 2])
-    return r"the C\+\+ extension is there but does not load: "
+    return r"the C\+\+ extension is present but does not load: "
 
 
 def another(folder):
     # A module of that name that is none of ours: no PyInit__C_cpu in it.
     shutil.copy(_ctypes.__file__, folder / "bahdanau_fast/_C_cpu.abi3.so")
-    return r"the C\+\+ extension is there but does not load: .*PyInit__C_cpu"
+    return r"the C\+\+ extension is present but does not load: .*PyInit__C_cpu"
 
 
 OTHER_ABI = """
@@ -224,7 +224,7 @@ def another_abi(folder):
     include, made = get_path("include"), folder / "bahdanau_fast/_C_cpu.abi3.so"
     command = ["gcc", "-shared", "-fPIC", f"-I{include}", str(folder / "other.c"), "-o", str(made)]
     subprocess.run(command, check=True)
-    return r"is there but does not load: .*undefined symbol: aoti_torch_of_another_version"
+    return r"is present but does not load: .*undefined symbol: aoti_torch_of_another_version"
 
 
 def old_torch(folder):

@@ -213,9 +213,9 @@ def test_a_long_epoch_shows_that_it_goes_on(silence, lines, pairs, capsys, monke
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_small_demo(judged, tmp_path, capsys, monkeypatch):
     settings = Settings(embed_size=8, num_hiddens=16, epochs=1, batch_size=32)
-    sizes = demo.Sizes(train=200, held_out=10, compared_steps=5)
+    sizes = demo.DemoSizes(train=200, held_out=10, compared_steps=5)
     if judged:  # 200 dates teach too little for that
-        monkeypatch.setattr(demo, "Sizes", lambda: sizes)
+        monkeypatch.setattr(demo, "DemoSizes", lambda: sizes)
     assert demo.run(tmp_path / "deep" / "out", settings, sizes) != judged
     printed = capsys.readouterr().out
     assert printed.startswith("a smoke run: too small to learn dates") != judged

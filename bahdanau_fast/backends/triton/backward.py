@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import switches
-from bahdanau_fast.backends.triton.call import Call, Table, lengths, make_table, new_table, usual
+from bahdanau_fast.backends.triton.call import (
+    KernelCall,
+    Table,
+    lengths,
+    make_table,
+    new_table,
+    usual,
+)
 from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
@@ -35,7 +42,7 @@ _OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["
 def attention_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attention_backward``; see :mod:`ops.attention`."""
     weights, queries, keys, grad_context, grad_weights, needs, *inputs, _ = args
-    call = Call(steps, *inputs)
+    call = KernelCall(steps, *inputs)
     sizes = call.batch, call.queries_len, call.keys_len
     call.check("weights", weights, sizes, torch.float32, call.dtype)
     call.check("grad_context", grad_context, (*sizes[:2], call.value_size), call.dtype)
@@ -65,7 +72,7 @@ def attention_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
 def attend_scores_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attend_scores_backward``."""
     grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = args
-    call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    call = KernelCall.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     sizes = call.batch, call.queries_len, call.keys_len
     call.check("grad_scores", grad_scores, sizes, torch.float32)
     grads = _Gradients(call, needs & ~NEED["values"])
@@ -84,7 +91,7 @@ class _Gradients:
     Without ``with_values`` a library computes those, which are then set.
     """
 
-    def __init__(self, call: Call, needs: int, with_values: bool = True) -> None:
+    def __init__(self, call: KernelCall, needs: int, with_values: bool = True) -> None:
         self._call, self._needs = call, needs
 
         def new(needed: int, *shape: int) -> Tensor | None:
@@ -142,14 +149,14 @@ def _of_features(grad: Tensor, w_f: Tensor) -> Tensor:
     return (w_f.t() @ grad.transpose(1, 2)).transpose(1, 2)
 
 
-def _plan(call: Call) -> plans.GradPlan:
+def _plan(call: KernelCall) -> plans.GradPlan:
     return plans.grad_step(
         usual(call.batch), call.queries_len, usual(call.keys_len), call.hidden, call.value_size,
         call.size, call.gpu,
     )  # fmt: skip
 
 
-def _of_step(call: Call, grads: _Gradients) -> None:
+def _of_step(call: KernelCall, grads: _Gradients) -> None:
     """The gradients of few queries: a launch over values, one over keys, one to sum."""
     plan, shape, new = _plan(call).values, (call.batch, call.queries_len), call.steps.new
     splits, split_keys = call.split(plan)
@@ -168,7 +175,7 @@ def _of_step(call: Call, grads: _Gradients) -> None:
 
 
 def _through_keys(
-    call: Call,
+    call: KernelCall,
     grads: _Gradients,
     grad_scores: Tensor,
     means: Tensor | None = None,
@@ -203,7 +210,7 @@ def _through_keys(
         )  # fmt: skip
 
 
-def _of_many(call: Call, grads: _Gradients) -> None:
+def _of_many(call: KernelCall, grads: _Gradients) -> None:
     """The gradients of many queries: products, then two passes over tanh."""
     blocks = plans.grad_products(call.gpu)
     of_keys = call.batch * -(-call.keys_len // blocks["BLOCK_K"])
@@ -240,7 +247,7 @@ def _longest(lens: Tensor) -> Tensor:
 
 
 def _grad_tanh(
-    call: Call, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
+    call: KernelCall, grads: _Gradients, grad_scores: Tensor, longest: Tensor | None = None
 ) -> None:
     """Fill the gradients of queries, keys and w_v that are needed, from 16 bits by Fourier sums.
 
@@ -259,7 +266,7 @@ def _grad_tanh(
 
 
 def _pass(
-    call: Call,
+    call: KernelCall,
     grad_scores: Tensor,
     longest: Tensor | None,
     table: Table | None,

@@ -21,7 +21,7 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.masking import lengths_kernel
 from bahdanau_fast.kernels.tiles import tables_kernel
 
-__all__ = ["DTYPES", "Call", "Table", "lengths", "make_table", "new_table", "usual"]
+__all__ = ["DTYPES", "KernelCall", "Table", "lengths", "make_table", "new_table", "usual"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What a size of compiled code is taken for that has no hint.
@@ -35,7 +35,7 @@ _STRIDES = {
 }  # fmt: skip
 
 
-class Call:
+class KernelCall:
     """What the kernels of one call have in common; its arguments are those of the operators.
 
     Kernels make what a table holds in registers: ``table`` and ``keys_max`` are not read.
@@ -100,7 +100,7 @@ class Call:
     def of_scores(
         cls, steps: Steps, queries: Tensor, keys: Tensor, w_v: Tensor, features: Tensor | None,
         w_f: Tensor | None, *activation: Any,
-    ) -> Call:  # fmt: skip
+    ) -> KernelCall:  # fmt: skip
         """Where the scores are all that is computed."""
         absent = (None,) * 5
         inputs = queries, keys, keys, w_v, *absent[:3], features, w_f, *absent
@@ -152,7 +152,7 @@ class Call:
         tiles = -(-self.keys_len // tile)
         return (tiles, tile) if in_tiles else (plan.splits, -(-tiles // plan.splits) * tile)
 
-    def of_queries(self, first: int, count: int) -> Call:
+    def of_queries(self, first: int, count: int) -> KernelCall:
         """The call of some of its queries, without the weights."""
         part, narrow = copy.copy(self), functools.partial(self.steps.make, torch.narrow)
         part.queries, part.queries_len = narrow(self.queries, 1, first, count), count
@@ -228,7 +228,7 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return x.stride(0), x.stride(1) if x.dim() > 1 and x.shape[1] > 1 else 0
 
 
-def lengths(call: Call) -> Tensor | None:
+def lengths(call: KernelCall) -> Tensor | None:
     """Lengths up to the last key that is seen."""
     lens, mask = call.lens, call.mask
     if mask is None:
@@ -240,7 +240,7 @@ def lengths(call: Call) -> Tensor | None:
     return last
 
 
-def new_table(call: Call, most: int) -> Table:
+def new_table(call: KernelCall, most: int) -> Table:
     """Where the table of up to so many rows goes."""
     if call.args["ACTIVATION"]:
         return Table(None, None)
@@ -248,7 +248,7 @@ def new_table(call: Call, most: int) -> Table:
     return Table(entries, call.steps.new(call.batch, most))
 
 
-def make_table(call: Call, x: Tensor, table: Table) -> None:
+def make_table(call: KernelCall, x: Tensor, table: Table) -> None:
     """Exponentials of projected rows, for tanh."""
     if table.entries is None:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bahdanau_fast import switches
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import Call, lengths, make_table, new_table, usual
+from bahdanau_fast.backends.triton.call import KernelCall, lengths, make_table, new_table, usual
 from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.decode import combine_kernel, decode_kernel
@@ -27,7 +27,7 @@ __all__ = ["attend_scores", "attention", "recorded"]
 def attention(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attention``; see :mod:`ops.attention`."""
     *inputs, need_weights, _, _, narrow = args
-    call = Call(steps, *inputs)
+    call = KernelCall(steps, *inputs)
     # Torch projects keys; and queries, unless W_q is so small that the launch of a step reads it.
     in_launch = call.is_step and plans.projects_queries(
         call.queries_len, usual(call.query_size), call.hidden, call.size
@@ -40,7 +40,7 @@ def attention(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
 def recorded(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attention.recorded``: counts and projections follow attention's results."""
     *inputs, need_weights, _, _, narrow = args
-    call = Call(steps, *inputs)
+    call = KernelCall(steps, *inputs)
     call.project()
     _, keys, _, _, w_q, w_k, _, _, _, lens, mask, *_ = inputs
     counts = None
@@ -54,7 +54,7 @@ def recorded(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _attended(
-    call: Call, need_weights: bool, narrow: bool, counts: Tensor | None
+    call: KernelCall, need_weights: bool, narrow: bool, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Context and weights; fills ``counts`` unless None."""
     steps, shape = call.steps, (call.batch, call.queries_len, call.keys_len)
@@ -72,7 +72,7 @@ def _attended(
     return context, steps.none(dtype) if weights is None else weights
 
 
-def _new_context(call: Call) -> Tensor:
+def _new_context(call: KernelCall) -> Tensor:
     return call.steps.new(call.batch, call.queries_len, call.value_size, dtype=call.dtype)
 
 
@@ -80,7 +80,7 @@ def _new_context(call: Call) -> Tensor:
 def attend_scores(steps: Steps, *args: Any) -> Tensor:
     """The operator ``attend_scores``."""
     queries, keys, w_v, features, w_f, activation, slope, _ = args
-    call = Call.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    call = KernelCall.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
     if 0 in (call.batch, call.queries_len, call.keys_len):
         return steps.new(call.batch, call.queries_len, call.keys_len)
     # Splits that cancel would leave their roundings.
@@ -89,7 +89,7 @@ def attend_scores(steps: Steps, *args: Any) -> Tensor:
     return scratch.scores
 
 
-def _step(call: Call) -> Tensor:
+def _step(call: KernelCall) -> Tensor:
     """One launch and, where keys are split, one to combine."""
     context = _new_context(call)
     batch, queries_len, value_size, new = (
@@ -127,7 +127,7 @@ def _step(call: Call) -> Tensor:
     return context
 
 
-def _many(call: Call) -> Tensor:
+def _many(call: KernelCall) -> Tensor:
     """All queries; where nothing but the context is wanted, as many at once as scores allow."""
     total = call.queries_len
     chunk = plans.query_chunk(usual(call.batch), usual(call.keys_len), GPU_STEP_QUERIES + 1)
@@ -147,7 +147,7 @@ def _joined(*contexts: Tensor) -> Tensor:
 class _Scratch:
     """Memory for the scores of up to so many queries, and for terms or a table."""
 
-    def __init__(self, call: Call, most: int, split: bool = True) -> None:
+    def __init__(self, call: KernelCall, most: int, split: bool = True) -> None:
         new, self.splits, self.raw = call.steps.new, 1, not split
         self.by_rational_terms = call.by_products and not switches.is_off("terms")
         if self.by_rational_terms:
@@ -170,7 +170,7 @@ class _Scratch:
         self.scores = new(call.batch, most * self.splits, call.keys_len)
 
 
-def _some(call: Call, scratch: _Scratch) -> Tensor:
+def _some(call: KernelCall, scratch: _Scratch) -> Tensor:
     """The context of no more queries than there is memory for.
 
     Where all keys are seen a library multiplies, in 16 bits: values behind a mask may be NaN.
@@ -195,7 +195,7 @@ def _some(call: Call, scratch: _Scratch) -> Tensor:
     return context
 
 
-def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
+def _scores(call: KernelCall, scratch: _Scratch, lens: Tensor | None) -> None:
     """Scores (B,Tq,splits,Tk) of all keys within the lengths."""
     if scratch.by_rational_terms:
         _by_rational_terms(call, scratch, lens)
@@ -214,7 +214,7 @@ def _scores(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _by_rational_terms(call: Call, scratch: _Scratch, lens: Tensor | None) -> None:
+def _by_rational_terms(call: KernelCall, scratch: _Scratch, lens: Tensor | None) -> None:
     """Scores by products of terms, of so many rows of the batch at once as scratch has terms."""
     plan, lengths_of = scratch.plan, (call.queries_len, call.keys_len)
     of_row = call.queries_len * plan.splits * call.keys_len

@@ -27,13 +27,13 @@ from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.translator import Translation, translate
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps, train
 
-__all__ = ["Sizes", "compare_training", "relative_difference", "run", "time_attention"]
+__all__ = ["DemoSizes", "compare_training", "relative_difference", "run", "time_attention"]
 
 EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class DemoSizes:
     """Pairs for training and test, and training steps that the reference backend repeats."""
 
     train: int = 20_000
@@ -41,16 +41,16 @@ class Sizes:
     compared_steps: int = 100
 
 
-QUICK = Sizes(train=2_000, held_out=200, compared_steps=10)
+QUICK = DemoSizes(train=2_000, held_out=200, compared_steps=10)
 
 
-def run(out: Path, settings: Settings, sizes: Sizes, overwrite: bool = False) -> bool:
+def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False) -> bool:
     """True if exact match (not with smaller sizes) and loss agreement reached their goals."""
     plots.require_matplotlib()
     files = () if overwrite else ("attention.png", "loss.png", "demo.json")
     check_folder(out, "demo", files, "--overwrite replaces it")
     out.mkdir(parents=True, exist_ok=True)
-    full = sizes == Sizes()
+    full = sizes == DemoSizes()
     if not full:
         print("a smoke run: too small to learn dates, so its translations are not judged")
     fused = backends.resolve(torch.device("cpu"))

@@ -112,7 +112,7 @@ def read(path: str | Path) -> TextFile:
     return file
 
 
-class Parts(NamedTuple):
+class CorpusParts(NamedTuple):
     """The pairs of a corpus, split."""
 
     train: list[RawPair]
@@ -120,7 +120,7 @@ class Parts(NamedTuple):
     test: list[RawPair]
 
 
-def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> Parts:
+def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -> CorpusParts:
     """Split pairs, in their order, into three parts, the last two shares of all sources.
 
     Pairs with equal sources, up to case and spaces, share a part: none is also in training.
@@ -135,7 +135,7 @@ def split(pairs: Sequence[RawPair], validation: float, test: float, seed: int) -
         actual = f"shares {validation} and {test} of {len(sources)} sources"
         checks.reject(ValueError, "validation and test", "leave something to train on", actual)
     part = dict.fromkeys(sources[:first], 1) | dict.fromkeys(sources[first : first + second], 2)
-    parts = Parts([], [], [])
+    parts = CorpusParts([], [], [])
     for pair, source in zip(pairs, plain, strict=True):
         parts[part.get(source, 0)].append(pair)
     return parts
@@ -170,7 +170,7 @@ class Corpus:
 
     pairs: list[RawPair]  # all of them, in the order of the file
     kinds: tuple[str, str]  # "words" or "characters", of source and target
-    parts: Parts
+    parts: CorpusParts
     note: str  # one line about skipped lines; empty if there are none
     digest: str  # of all pairs, to detect a changed file
 

@@ -18,7 +18,7 @@ from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 from bahdanau_fast.seq2seq.model.decoders import StepDecoder
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Hidden
 
-__all__ = ["Beam", "Hypotheses", "Step", "beam_search", "started"]
+__all__ = ["Beam", "BeamStep", "Hypotheses", "beam_search", "started"]
 
 _MIN_COVERAGE = 1e-9  # summed attention of a source token is at least this, so that log is finite
 
@@ -57,7 +57,7 @@ class Beam:
         return ((5.0 + lens) / 6.0) ** self.length_penalty
 
 
-class Step(NamedTuple):
+class BeamStep(NamedTuple):
     """The hypotheses of a search after one of its steps, the best first; as :class:`Hypotheses`."""
 
     tokens: Tensor  # (B,K), the last of each
@@ -79,7 +79,7 @@ class Hypotheses(NamedTuple):
     tokens: Tensor
     scores: Tensor
     weights: Tensor | None
-    steps: Sequence[Step] = ()
+    steps: Sequence[BeamStep] = ()
 
 
 class Start(NamedTuple):
@@ -155,7 +155,7 @@ def _search(start: Start, source_lens: Tensor, max_steps: int, beam: Beam) -> Hy
     coverage = log_p.new_zeros(batch, width, 1)  # (B,K,Tk) from the first step on
     first = width * torch.arange(batch, device=device).unsqueeze(1)
     tokens, parents, weights = [], [], []
-    steps: list[Step] = []
+    steps: list[BeamStep] = []
     for step in range(max_steps):
         embedded = start.decoder.embedding(token.flatten())
         features, of_step, hidden = start.decoder.step(embedded, hidden, start.memory)
@@ -183,7 +183,7 @@ def _search(start: Start, source_lens: Tensor, max_steps: int, beam: Beam) -> Hy
         parents.append(parent)
         if beam.record:
             looked = weights[-1].flatten(0, 1)[rows].view_as(weights[-1]) if weights else None
-            steps.append(Step(token, parent, scores, looked))
+            steps.append(BeamStep(token, parent, scores, looked))
         # The best score an unfinished hypothesis can reach: at full length, all sources covered.
         hope = log_p / beam.norm(torch.full_like(lens, max_steps))
         hope = hope.masked_fill(finished, float("-inf")).amax(1)

@@ -16,7 +16,7 @@ from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, Vocab, Vocabs, encod
 from bahdanau_fast.seq2seq.model import checkpoints
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder
 from bahdanau_fast.seq2seq.model.settings import Settings, build_model
-from bahdanau_fast.seq2seq.search.beam import Beam, Step, beam_search, started
+from bahdanau_fast.seq2seq.search.beam import Beam, BeamStep, beam_search, started
 from bahdanau_fast.seq2seq.search.scoring import CorpusScores, bleu, corpus_scores
 
 
@@ -154,7 +154,7 @@ def translate(
         encoded = encode([texts[i] for i in chosen], source_vocab, width)
         source, lens = (tensor.to(device) for tensor in encoded)
         scores: Sequence[float | None] = [None] * len(chosen)
-        steps: Sequence[Step] = ()
+        steps: Sequence[BeamStep] = ()
         if beam is None:
             tokens, weights = greedy(model, source, lens, max_steps, unknown=unknown)
         else:
@@ -174,7 +174,7 @@ def translate(
     return [results[i] for i in range(len(texts))]
 
 
-def _alive(step: Step, row: int, vocab: Vocab, width: int) -> list[Alive]:
+def _alive(step: BeamStep, row: int, vocab: Vocab, width: int) -> list[Alive]:
     """What a step of a batch's search left alive in one row; weights of ``width`` source tokens."""
     scores = [score for score in step.scores[row].tolist() if score > float("-inf")]
     tokens = [None if t == PAD else vocab.tokens[t] for t in step.tokens[row].tolist()]

@@ -1,4 +1,4 @@
-"""All steps of a decoder through the Triton kernels; test_decoder_on_gpu.py has the rest."""
+"""All steps of a decoder through the Triton kernels; test_recurrent.py has the rest."""
 
 import parity
 import pytest

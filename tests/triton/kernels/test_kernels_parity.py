@@ -188,13 +188,13 @@ def projecting(inputs, lens):
 @pytest.mark.parametrize(("queries", "layout"), [(1, "sliced"), (3, "transposed")])
 @pytest.mark.parametrize("lens", [None, torch.tensor([0, 40, 7])], ids=["all", "some"])
 def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch):
-    asked, real = [], call.Call.project
+    asked, real = [], call.KernelCall.project
 
     def project(self, *given, but_queries=False):
         asked.append((but_queries, self.w_q is not None, self.w_k is not None))
         real(self, *given, but_queries=but_queries)
 
-    monkeypatch.setattr(call.Call, "project", project)
+    monkeypatch.setattr(call.KernelCall, "project", project)
     sizes = {"B": 3, "Tq": queries, "Tk": 67, "H": 37, "Dq": 33, "Dk": 90, "Dv": 20}
     check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, projecting)
     assert asked == [(True, True, True)]

@@ -1,5 +1,5 @@
 // The third step of backward (backward.h) from sums: with s = grad_score, x = a + c + W_f f,
-// y = act(x) and u the slope there,
+// y = act(x) and u its slope at x,
 //
 //   grad_query[i] = w sum_j s u,  g[j] = grad_key[j] = w sum_i s u,  grad_w = sum_ij s y,
 //   grad_f[j] = W_f^T g[j],       grad_W_f = sum_j g[j] f[j]^T
