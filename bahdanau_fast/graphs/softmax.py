@@ -265,13 +265,17 @@ class Softmax(Probe):
         assumed = {v for v in leaves if values[v].dtype is not torch.bool}
         if len(leaves) > 3 or any(values[v].requires_grad or values[v].constant for v in assumed):
             return None
+        # Shapes and dtypes alone of these: no random number of the user's may be drawn for them.
+        like = {v for i in ids for v in self.graph.nodes[i].refs()} - {*leaves}
+        like = {v for v in like if values[v].maker not in ids}
+        drawn = {v: self.random(v).to(values[v].device, values[v].dtype) for v in like}
         numbers = set[float]()
         for choice in itertools.product((0, 1), repeat=len(leaves)):
             feed = {
                 v: torch.full(self.shape(v), c, dtype=values[v].dtype, device=values[v].device)
                 for v, c in zip(leaves, choice, strict=True)
             }
-            (x,) = self.graph.evaluate(ids, feed, [number], self.sizes)
+            (x,) = self.graph.evaluate(ids, drawn | feed, [number], self.sizes)
             numbers.update(x.unique().tolist())
         return numbers, assumed, ids
 

@@ -98,4 +98,4 @@ def find(where: Path) -> Path:
         if (where / name).is_file():
             return where / name
     need = f"hold {BEST} or {LAST}, as written by train"
-    checks.reject(ValueError, "DIR", need, f"{where}{'' if where.exists() else ' (not found)'}")
+    checks.reject(ValueError, "DIR", need, f"{where}{'' if where.exists() else ' (not there)'}")
