@@ -58,8 +58,8 @@ def ran(monkeypatch):
     """What of Triton is called, from eager or compiled code: "forward", "backward"."""
     calls = []
     for name, module in (("forward", triton_forward), ("backward", triton_backward)):
-        call = lambda *given, of=module.Call, name=name: calls.append(name) or of(*given)  # noqa: E731
-        monkeypatch.setattr(module, "Call", call)
+        call = lambda *given, of=module.KernelCall, name=name: calls.append(name) or of(*given)  # noqa: E731
+        monkeypatch.setattr(module, "KernelCall", call)
     return calls
 
 
