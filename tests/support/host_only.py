@@ -19,7 +19,7 @@ from triton_target import target_is
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
-from bahdanau_fast.backends.triton import launch
+from bahdanau_fast.backends.triton import launch, register  # noqa: F401  loads the kernels
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["routed"]

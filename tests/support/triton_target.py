@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 
-from bahdanau_fast.backends.triton import call, launch
+from bahdanau_fast.backends.triton import call, launch, register  # noqa: F401  loads the kernels
 from bahdanau_fast.kernels import plans
 from ptx_machine import built
 
