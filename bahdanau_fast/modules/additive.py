@@ -155,9 +155,10 @@ class AdditiveAttention(Additive):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        parts, shape = parts_of(self), None
+        w_q, w_k, w_v, _ = parts = parts_of(self)
+        shape = None
         usual = (  # of plain tensors and layers: the operator refuses what is wrong with them
-            not (parts.w_q is None or parts.w_k is None or parts.w_v is None)
+            not (w_q is None or w_k is None or w_v is None)
             and type(queries) is type(keys) is type(values) is Tensor
             and queries.ndim == keys.ndim == values.ndim == 3
             and (valid_lens is None or type(valid_lens) is Tensor)
@@ -170,22 +171,20 @@ class AdditiveAttention(Additive):
             checks.inputs(queries, keys, values, valid_lens)
         if mask is not None:
             mask = checks.as_mask(mask, queries, keys)
-        if parts.w_v is None:  # its layer, or all three, may be lazy
+        if w_v is None:  # its layer, or all three, may be lazy
             self._draw(queries, keys)
-            parts = parts_of(self)
+            w_q, w_k, _, _ = parts = parts_of(self)
         if not usual:
-            layers = parts.layers
-            keys = project_if_changed("keys", keys, layers.key, parts.w_k, self.bias)
-            queries = project_if_changed("queries", queries, layers.query, parts.w_q)
-        w_k = parts.w_k
+            keys = project_if_changed("keys", keys, self._modules[self._key_layer], w_k, self.bias)
+            layer = self._modules[self._query_layer]
+            queries = project_if_changed("queries", queries, layer, w_q)
         call = self._call(
             parts,
-            w_k=w_k,
-            queries=queries,
-            keys=keys,
-            values=values,
-            valid_lens=valid_lens,
-            mask=mask,
+            queries,
+            keys,
+            values,
+            valid_lens,
+            mask,
             cache=self._cache if self.cache_keys and w_k is not None else None,
             shape=shape,
             explain=self._explain if usual else None,
@@ -262,17 +261,15 @@ class AdditiveAttention(Additive):
             TypeError, ValueError: the requested backend cannot serve the call, or queries or mask
                 do not fit the memory.
         """
-        parts = parts_of(self)
-        w_k, projected = parts.w_k, None
+        projected = None
         if isinstance(keys, Memory):
             keys = self._out_of_autocast(keys, queries)
             queries, mask, _ = keys.for_queries(queries, mask)
-            values, w_k, projected = keys.values, None, keys.projected
+            values, projected = keys.values, keys.projected
             keys = projected.keys
         values = keys if values is None else values
         queries, keys, values, _ = as_rows(queries, keys, values, None, None)[0]
-        tensors = {"queries": queries, "keys": keys, "values": values, "mask": mask}
-        call = self._call(parts, w_k, **tensors, projected=projected)
+        call = self._call(parts_of(self), queries, keys, values, None, mask, projected=projected)
         return backends.decide(call).reason
 
     def extra_repr(self) -> str:

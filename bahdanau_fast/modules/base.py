@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, checks
 from bahdanau_fast.call import Call
 from bahdanau_fast.memory import Maker, Memory, ProjectedKeys, project
-from bahdanau_fast.memory.key_cache import may_share
-from bahdanau_fast.memory.shapes import source_as_rows
+from bahdanau_fast.memory.key_cache import KeyCache, may_share
+from bahdanau_fast.memory.shapes import Shape, source_as_rows
 from bahdanau_fast.modules.attention_weights import attention_weights, state_of
 from bahdanau_fast.modules.layers import (
     Parts,
@@ -197,20 +198,21 @@ class Additive(Attention):
         """The call of some queries on a memory, which has to be this module's and fit them."""
         if not isinstance(memory, Memory):
             checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
-        parts, maker = parts_of(self), memory.maker
+        w_q, w_k, w_v, _ = parts = parts_of(self)
+        maker = memory.maker
         if maker is not None and not torch.compiler.is_compiling():
             if maker.module is not self:
                 other = f"one made by another {type(maker.module).__name__}"
                 checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.sample is not None and maker.has_changed(parts.w_k, self.bias):
+            if maker.sample is not None and maker.has_changed(w_k, self.bias):
                 need = "be made after the last change of the key layer"
                 checks.reject(ValueError, "memory", need, "an older one: call memory() again")
         projected, shape = memory.projected, None
         usual = (
             memory.batch is None
             and mask is None
-            and parts.w_q is not None
-            and parts.w_v is not None
+            and w_q is not None
+            and w_v is not None
             and type(queries) is Tensor
             and queries.ndim == 3
             and queries.dtype is projected.keys.dtype
@@ -222,34 +224,46 @@ class Additive(Attention):
             projected = memory.projected
             queries, mask, shape = memory.for_queries(queries, mask)
             self._draw(queries, None)
-            parts = parts_of(self)
-            queries = project_if_changed("queries", queries, parts.layers.query, parts.w_q)
+            w_q, *_ = parts = parts_of(self)
+            layer = self._modules[self._query_layer]
+            queries = project_if_changed("queries", queries, layer, w_q)
         return self._call(
             parts,
-            w_k=None,
-            queries=queries,
-            keys=projected.keys,
-            values=memory.values,
-            valid_lens=memory.valid_lens,
-            mask=mask,
+            queries,
+            projected.keys,
+            memory.values,
+            memory.valid_lens,
+            mask,
             shape=shape,
             projected=projected,
             explain=self._explain if usual else None,
         )
 
-    def _call(self, parts: Parts, w_k: Tensor | None, **arguments: Any) -> Call:
-        """The call of these parts and other fields of :class:`Call`; no bias without ``w_k``."""
-        w_q, _, w_v, dropout_p, layers = parts
+    def _call(
+        self,
+        parts: Parts,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyCache | None = None,
+        shape: Shape | None = None,
+        projected: ProjectedKeys | None = None,
+        explain: Callable[[Call], object] | None = None,
+    ) -> Call:
+        """The call of these parts; the keys of a memory are projected."""
+        w_q, w_k, w_v, dropout_p = parts
+        if projected is not None:
+            w_k = None
+        bias = None if w_k is None else self.bias
+        scorer: Any = self._modules[self._score_layer] if w_v is None else w_v
+        dropout = self._modules["dropout"] if dropout_p is None else None
+        # By position, which takes half of the time of keywords: in the order of the class.
         return Call(
-            w_q=w_q,
-            w_k=w_k,
-            w_v=layers.score if w_v is None else w_v,
-            bias=None if w_k is None else self.bias,
-            dropout_p=dropout_p or 0.0,
-            dropout=layers.dropout if dropout_p is None else None,
-            inside=self._inside,
-            **arguments,
-        )
+            queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask, dropout_p or 0.0,
+            dropout, cache, shape, projected, self._inside, None, True, False, None, explain,
+        )  # fmt: skip
 
     def _explain(self, call: Call) -> None:
         """An error in words about the inputs of a call, if they are wrong; see :class:`Call`."""

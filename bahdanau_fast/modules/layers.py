@@ -8,7 +8,7 @@ what the layer computes: such a layer is called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from bahdanau_fast import checks
 from bahdanau_fast.ops.projection import linear
 
 __all__ = [
+    "Parts",
     "apply_layer",
     "check_features",
     "draw_if_lazy",
@@ -139,40 +140,24 @@ def plain_weight(layer: nn.Module | None) -> Tensor | None:
     return weight
 
 
-class Layers(NamedTuple):
-    """The layers of an additive module."""
-
-    query: Any
-    key: Any
-    score: Any
-    dropout: Any
-
-
-class Parts(NamedTuple):
-    """What an additive module computes with; a layer that has to be called has None."""
-
-    w_q: Tensor | None
-    w_k: Tensor | None
-    w_v: Tensor | None
-    dropout_p: float | None
-    layers: Layers
+#: W_q, W_k and w_v of an additive module and its dropout; None for a layer that has to be called.
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
 def parts_of(module: Any) -> Parts:
-    """The plain weights of an additive module, its plain dropout, and all its layers."""
+    """The plain weights of an additive module, and its plain dropout."""
     modules = module._modules  # past nn.Module's __getattr__
-    query, key, score = module._query_layer, module._key_layer, module._score_layer
-    layers = Layers(modules[query], modules[key], modules[score], modules["dropout"])
-    *linears, dropout = layers
+    names = module._query_layer, module._key_layer, module._score_layer
+    dropout = modules["dropout"]
     if torch.compiler.is_compiling():
-        w_q, w_k, w_v = map(plain_weight, linears)
-        return Parts(w_q, w_k, w_v, plain_dropout(dropout), layers)
+        w_q, w_k, w_v = (plain_weight(modules[name]) for name in names)
+        return w_q, w_k, w_v, plain_dropout(dropout)
     # Hooks of all modules do not depend on the layer.
     if _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks:
-        return Parts(None, None, None, None, layers)
+        return None, None, None, None
     weights: list[Any] = []
-    for layer in linears:
-        weight = None
+    for name in names:
+        layer, weight = modules[name], None
         if type(layer) is _Linear:
             attributes = layer.__dict__
             if not (  # as _is_changed: a small call comes here three times
@@ -187,7 +172,7 @@ def parts_of(module: Any) -> Parts:
         weights.append(weight)
     w_q, w_k, w_v = weights
     plain = type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__)
-    return Parts(w_q, w_k, w_v, _dropped(dropout) if plain else None, layers)
+    return w_q, w_k, w_v, _dropped(dropout) if plain else None
 
 
 def draw_if_lazy(layer: nn.Module | None, name: str, x: Tensor) -> None:
