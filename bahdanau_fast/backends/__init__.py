@@ -57,6 +57,13 @@ __all__ = [
 #: By name, fastest first.
 BACKENDS: dict[str, Backend] = {one.name: one for one in (CUDA, TRITON, CPU, REFERENCE)}
 
+# What loads with the package: Triton's interpreter is only for tests.
+_ON_CPU = tuple(
+    one
+    for one in BACKENDS.values()
+    if one.device in (None, "cpu") and one is not TRITON and one.problem() is None
+)
+
 # Process-wide like torch's own backend flags: a plain global is what torch.compile can guard on.
 _forced: str | None = None
 
@@ -101,9 +108,8 @@ def explain(device: str | torch.device | None = None) -> str:
     lines = [f"auto takes {chosen!r} for {torch.device(device).type} tensors"]
     for name, backend in BACKENDS.items():
         problem = why_not(name)
-        state = f"available: {backend.describe()}"
-        if problem is not None:
-            state = f"not available: {problem}"
+        available = problem is None
+        state = f"available: {backend.describe()}" if available else f"not available: {problem}"
         lines.append(f"  {name:<10} {state}")
     if switches.OFF:
         lines.append(f"  off by {switches.VARIABLE}: {', '.join(sorted(switches.OFF))}")
@@ -130,10 +136,10 @@ def resolve(
         ValueError: the name is unknown, or that backend cannot serve this device or dtype here.
     """
     requested = _requested(name)
-    backends = _available(device, requested, step)
-    return choose_backend(requested, device.type, dtype, backends, checks.plain_only(), step)[
-        0
-    ].name
+    served_by = _available(device, requested, step)
+    plain_only = checks.plain_only()
+    backend, _ = choose_backend(requested, device.type, dtype, served_by, plain_only, step)
+    return backend.name
 
 
 def decide(call: Call) -> Route:
@@ -207,7 +213,7 @@ def decide_decoder(
     steps: int,
     generation: Generation | None = None,
 ) -> DecoderRoute:
-    """The route of a decoder; its reason begins with the backend.
+    """The route of a decoder.
 
     Args:
         plain: as in :class:`route.DecoderFacts`.
@@ -222,6 +228,7 @@ def decide_decoder(
         ValueError: as :func:`resolve`.
     """
     device, layers, units = values.device, cells.layers, cells.units
+    gates = 4 if cells.lstm else 3
     records = torch.is_grad_enabled() and generation is None
 
     def problem() -> str | None:
@@ -248,13 +255,10 @@ def decide_decoder(
         records=records,
         steps=steps,
         batch=values.shape[0],
-        recurrent_weights=(4 if cells.lstm else 3)
-        * units
-        * (cells.input_size + (2 * layers - 1) * units),
+        recurrent_weights=gates * units * (cells.input_size + (2 * layers - 1) * units),
         problem=problem,
     )
-    route = route_decoder(facts)
-    return route._replace(reason=f"{route.backend}: {route.reason}")
+    return route_decoder(facts)
 
 
 def _requested(name: str | None) -> str | None:
@@ -268,11 +272,12 @@ def _available(device: torch.device, requested: str | None, step: bool) -> tuple
     """Backends for the tensors of a device, fastest first, or the requested one; see `is_step`."""
     if requested is not None and requested != "auto":
         return BACKENDS[requested], REFERENCE
+    if device.type == "cpu":
+        return _ON_CPU
     result: list[Backend] = []
     for name, backend in BACKENDS.items():
-        # Triton, which takes a while to load, is loaded where it is needed; its interpreter is only
-        # for tests.
-        skipped = backend is TRITON and (device.type == "cpu" or (step and CUDA in result))
+        # Triton, which takes a while to load, is loaded where it is needed.
+        skipped = backend is TRITON and step and CUDA in result
         serves = backend.device in (None, device.type) and not skipped
         if serves and why_not(name) is None and not backend.is_too_old(device):
             result.append(backend)

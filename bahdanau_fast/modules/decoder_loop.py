@@ -21,6 +21,8 @@ from bahdanau_fast.ops.dropout import dropout_seed
 
 __all__ = ["SpecialTokens", "attend_step", "decode_given", "decode_greedily", "explain"]
 
+_NO_CELLS = backends.Cells()
+
 
 class Sequence(NamedTuple):
     """The results of a decoder."""
@@ -148,7 +150,8 @@ def decode_greedily(
 
 def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
     """How all steps of inputs (T,B,E) would be computed, and why."""
-    return _operator(attention, rnn, inputs.dtype, memory, len(inputs)).reason
+    route = _operator(attention, rnn, inputs.dtype, memory, len(inputs))
+    return f"{route.backend}: {route.reason}"
 
 
 def _operator(
@@ -172,9 +175,9 @@ def _operator(
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    cells, layer = backends.Cells(), cast(nn.RNNBase, rnn)
+    cells = _NO_CELLS
     if plain:
-        lstm = type(rnn) is nn.LSTM
+        layer, lstm = cast(nn.RNNBase, rnn), type(rnn) is nn.LSTM
         cells = backends.Cells(lstm, layer.num_layers, layer.hidden_size, layer.input_size)
     keys, values = memory.projected.keys, memory.values
     return backends.decide_decoder(plain, dtype, keys, values, cells, steps, generation)

@@ -21,9 +21,10 @@ the hidden side; LSTM i f g o. Weights and their gradients are whole, as torch's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +181,18 @@ def _input_gates(arguments: Arguments) -> Tensor:
     return linear(arguments.inputs, arguments.w_inputs, arguments.input_bias)
 
 
-def _run(
-    operator: Operator, arguments: Arguments, constants: NonDifferentiable, **others: Any
-) -> Any:
-    """An operator's results; its arguments are fields of the two, or others by name."""
-    named = {**arguments._asdict(), **constants._asdict(), **others}
-    return operator.now(*(named[name] for name in operator.names))
+def _run(operator: Operator, *parts: Any, **others: Any) -> Any:
+    """An operator's results; its arguments are fields of the parts, or others by name."""
+    in_order = _in_order(operator, tuple(map(type, parts)), tuple(others))
+    return operator.now(*in_order((*chain(*parts), *others.values())))
+
+
+@cache
+def _in_order(
+    operator: Operator, parts: tuple[Any, ...], others: tuple[str, ...]
+) -> Callable[[Any], Any]:
+    names = (*chain(*(part._fields for part in parts)), *others)
+    return itemgetter(*map(names.index, operator.names))
 
 
 def _forward(
@@ -341,7 +348,7 @@ def _backward(
         _decode_backward,
         arguments,
         constants,
-        **results._asdict(),
+        results,
         grad_states=grad_states,
         grad_hidden=grad_hidden,
         grad_cell=None if arguments.cell is None else grad_cell,
