@@ -323,8 +323,9 @@ def torch_state(
             if tensor is not None and tensor.is_inference():
                 of_inference = True
     autocast = torch._C._is_any_autocast_enabled() and autocast_dtype(device) is not None
-    if of_inference or autocast or in_transform(False):
-        return TorchState(False, records, of_inference, in_transform(False), autocast)
+    plain = in_transform(False)
+    if of_inference or autocast or plain:
+        return TorchState(False, records, of_inference, plain, autocast)
     return _RECORDED if records else _UNRECORDED
 
 

@@ -43,8 +43,9 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         context: Tensor | None
         link: Link | None = None
         if not route.fused:
-            rest = (call.valid_lens, call.dropout_p, call.inside, call.mask)
-            context, weights = reference.attend(*call[:4], *rest)
+            inputs = call.queries, call.keys, call.values, call.w_v
+            rest = call.valid_lens, call.dropout_p, call.inside, call.mask
+            context, weights = reference.attend(*inputs, *rest)
         elif call.located is not None:
             context, weights, link = _by_location(route, call)
         else:
@@ -164,7 +165,7 @@ def _to(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _by_attention(route: Route, call: Call) -> Results:
-    queries, keys, values, w_v, w_q, w_k, bias, lens, mask, dropout_p = call[:10]
+    queries, keys, values, w_v, w_q, w_k, bias, lens, mask, dropout_p, *_ = call
     table = keys_max = features = w_f = None
     if call.projected is not None:
         _, table, keys_max, *_ = call.projected
@@ -181,41 +182,47 @@ def _by_attention(route: Route, call: Call) -> Results:
     inputs: Any = (queries, keys, values, w_v, w_q, w_k, bias, features, w_f)
     others = (lens, mask, table, keys_max)
     seen, precise = call.need_weights or records, records or route.traced
-    numbers = (dropout_p, activation, slope, seen, precise, number, route.narrow)
-    return _called(attention, inputs, others, numbers, route, call.projected)
+    numbers = (activation, slope, seen, precise, number, route.narrow)
+    return _called(attention, inputs, others, dropout_p, numbers, route, call.projected)
 
 
 def _by_location(route: Route, call: Call) -> Results:
     _, w_f, *numbers = _inside(call)
     assert call.located is not None
-    inputs: Any = (*call[:4], *call.located, w_f)
-    others, given = (call.valid_lens, call.mask), (call.dropout_p, *numbers)
-    return _called(attend_location, inputs, others, given, route, call.projected)
+    inputs: Any = (call.queries, call.keys, call.values, call.w_v, *call.located, w_f)
+    others = call.valid_lens, call.mask
+    return _called(
+        attend_location, inputs, others, call.dropout_p, tuple(numbers), route, call.projected
+    )
 
 
 def _called(
     operator: AttentionOperator,
     inputs: tuple[Any, ...],
     others: tuple[Tensor | None, ...],
+    dropout_p: float,
     numbers: tuple[Any, ...],
     route: Route,
     projected: ProjectedKeys | None,
 ) -> Results:
     """By the dispatcher in traced code, with a node in recorded code; else the kernel itself."""
     queries, _, values, *_ = inputs
-    seed = dropout_seed(numbers[0], queries) if numbers[0] > 0.0 else None
+    seed = dropout_seed(dropout_p, queries) if dropout_p > 0.0 else None
     if route.traced:  # what traces the call has to meet the operator itself
-        context, weights, *_ = operator.overload(*inputs, *others, seed, *numbers)
+        context, weights, *_ = operator.overload(*inputs, *others, seed, dropout_p, *numbers)
         return context, weights, None
     backend = route.backend if type(queries) is Tensor else None
     if route.records:  # in a fraction of the time of the registered formula
-        link = Link(values, seed, numbers[0])
-        shared, backwards = (None, None) if projected is None else projected[3:5]
+        link = Link(values, seed, dropout_p)
+        shared = backwards = None
+        if projected is not None:
+            shared, backwards = projected.shared, projected.backwards
+        numbers = dropout_p, *numbers
         call = (operator, backend, (*others, seed), numbers, link, shared, backwards)
         return None, Recorded.apply(call, *inputs), link  # type: ignore[attr-defined]
     with torch._C._AutoDispatchBelowAutograd():
         kernel = operator.in_python.get(backend, operator.now)
-        context, weights, *_ = kernel(*inputs, *others, seed, *numbers)
+        context, weights, *_ = kernel(*inputs, *others, seed, dropout_p, *numbers)
     return context, weights, None
 
 

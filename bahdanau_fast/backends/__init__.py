@@ -148,7 +148,7 @@ def decide(call: Call) -> Route:
     Raises:
         ValueError: as :func:`resolve`.
     """
-    queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p = call[:10]
+    queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p, *_ = call
     inside, located, scores_only = call.inside, call.located, call.scores_only
     scored = w_v if isinstance(w_v, Tensor) else None
     inputs: tuple[Tensor | None, ...] = (queries, keys, values, scored, w_q, w_k, bias)

@@ -140,16 +140,17 @@ def choose_backend(
         if need is not None:
             checks.reject(ValueError, "backend", need, repr(requested))
         return backend, "requested by name"
-    *fused, plain = available
     if plain_only:
-        return plain, "a transform, a trace or an export knows plain operations only"
-    why = f"the fastest for {device.upper()} tensors"
-    for backend in fused:
+        return available[-1], "a transform, a trace or an export knows plain operations only"
+    why = None
+    for backend in available:
         need = backend.refuses(dtype, step)
-        if need is None:
-            return backend, why
+        if need is None:  # the reference refuses nothing
+            break
         why = f"{backend.name} does not {need}"
-    return plain, why if fused else f"no kernels for {device} tensors are available"
+    if why is None and backend.fused:
+        why = f"the fastest for {device.upper()} tensors"
+    return backend, why or f"no kernels for {device} tensors are available"
 
 
 def is_step(traced: bool, queries_len: int, hidden: int, general: bool) -> bool:

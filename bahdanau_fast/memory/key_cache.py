@@ -66,13 +66,11 @@ def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def may_share(
-    keys: Tensor, weight: Tensor | None, bias: Tensor | None, by_version: bool = False
-) -> bool:
+def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """True if calls may share one projection, and its node in the graph; not without a weight."""
     # Not under torch.func or forward mode, where tensors have no address or carry a tangent that
     # ends with its level.
-    return _can_be_shared(keys, weight, bias, by_version) and not checks.in_transform()
+    return _can_be_shared(keys, weight, bias, False) and not checks.in_transform()
 
 
 def _can_be_shared(

@@ -289,11 +289,11 @@ def attention_gradients(
     call: tuple[Any, ...]
     if left is not None and left.keys is not None:
         call = weights, grad_context, grad_weights, needs, left.keys, *_onto_arguments(arguments)
-        input_grads = InputGrads(*attention_backward_onto.overload(*call))
+        input_grads = InputGrads._make(attention_backward_onto.overload(*call))
     else:
         call = weights, *(projected or (None, None)), grad_context, grad_weights, needs | needs_keys
         run = attention_backward.kernel(backend)
-        input_grads = InputGrads(*run(*call, *_backward_arguments(arguments)))
+        input_grads = InputGrads._make(run(*call, *_backward_arguments(arguments)))
         if left is None:
             return input_grads
         left.keys = input_grads.keys if needs_keys else None
@@ -337,9 +337,9 @@ attend_backward_queries = Operator(
     "(Tensor grad_queries, Tensor grad_scores, Tensor dropped)",
     _backward_queries_fake,
 )
-_backward_arguments = attention_backward.arguments_after("needs")
-_onto_arguments = attention_backward_onto.arguments_after("onto")
-_queries_arguments = attend_backward_queries.arguments_after("needed")
+_backward_arguments = attention_backward.in_order(attention.names, after="needs")
+_onto_arguments = attention_backward_onto.in_order(attention.names, after="onto")
+_queries_arguments = attend_backward_queries.in_order(attention.names, after="needed")
 attend_backward_keys = Operator(
     "attend_backward_keys(Tensor weights, Tensor? grad_context, Tensor grad_scores, int needs, "
     f"{_INPUTS}, {LENS}, {TABLE}) -> (Tensor grad_keys, Tensor grad_values, Tensor grad_w_v)",

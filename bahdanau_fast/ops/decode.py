@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -191,8 +190,7 @@ def _run(operator: Operator, *parts: Any, **others: Any) -> Any:
 def _in_order(
     operator: Operator, parts: tuple[Any, ...], others: tuple[str, ...]
 ) -> Callable[[Any], Any]:
-    names = (*chain(*(part._fields for part in parts)), *others)
-    return itemgetter(*map(names.index, operator.names))
+    return operator.in_order((*chain(*(part._fields for part in parts)), *others))
 
 
 def _forward(

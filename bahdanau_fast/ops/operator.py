@@ -96,9 +96,12 @@ class Operator:
         named: Named = self.arguments(*args, **kwargs)._asdict()
         return named
 
-    def arguments_after(self, name: str) -> Callable[[Any], tuple[Any, ...]]:
-        """Takes the arguments behind ``name`` from the NamedTuple of another operator."""
-        return builtin.attrgetter(*self.names[self.names.index(name) + 1 :])
+    def in_order(
+        self, names: Sequence[str], after: str | None = None
+    ) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Puts values with these names into the order of the arguments, all or those behind one."""
+        first = 0 if after is None else self.names.index(after) + 1
+        return builtin.itemgetter(*map(names.index, self.names[first:]))
 
     def kernel(self, backend: str | None) -> Callable[..., Any]:
         """What an eager call runs, from all arguments; None leaves the choice to the dispatcher."""
@@ -180,7 +183,7 @@ class AttentionOperator(Operator):
         if grads[0] is None:  # the values reach the context alone
             needed = self._without_values(needed)
         count = len(self.tensors)
-        arguments, results = self.arguments(*saved[:count], *numbers), saved[count:]
+        arguments, results = self.arguments._make((*saved[:count], *numbers)), saved[count:]
         weights = results[0]
         assert weights is not None
         if not (weights.numel() or getattr(arguments, "need_weights", True)):
