@@ -85,11 +85,6 @@ inline View view_like(const Tensor& tensor, ScalarType type, const char* name,
   return view_of(tensor, owned);
 }
 
-// The number of a backend that is written in Python may reach another one in exported code.
-inline void check_backend(int64_t backend) {
-  STD_TORCH_CHECK(backend == 0, "backend must be loaded: call bahdanau_fast.backends.available()");
-}
-
 // Checks the inputs of a call and takes their sizes into `p`; gives the kind they are stored in.
 // check_place(tensor, name) raises if a tensor is on another device. Queries and keys that are not
 // projected yet may have any number of features; they may be something else than tensors, which
@@ -142,6 +137,15 @@ bool lens_by_query(const Tensor& lens, const Operands& p, const CheckPlace& chec
       (lens.dim() == 1 || by_query) && lens.size(0) == p.B && (!by_query || lens.size(1) == p.Tq),
       "valid_lens must have shape (B,) or (B, Tq)");
   return by_query;
+}
+
+template <class CheckPlace>
+void check_mask(const Tensor& mask, const Operands& p, const CheckPlace& check_place) {
+  check_place(mask, "mask");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
+                      mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
+                      mask.size(2) == p.Tk,
+                  "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
 }
 
 }  // namespace bahdanau_fast

@@ -12,15 +12,14 @@ namespace {
 // Takes the steps. The tensors have room for `kept` of them: all, for backward, or one.
 class Forward {
  public:
-  Forward(const Decoder& decoder, Inputs& attention, const Weights& w, const Tensor& hidden,
-          const MaybeTensor& cell, int64_t kept)
+  Forward(const Decoder& decoder, Inputs& attention, const DecoderArguments& args, int64_t kept)
       : d(decoder),
         in(attention),
         kept_(kept),
         first_seed_(attention.problem.seed),
-        bias_(w.bias.const_data_ptr()),
-        query_weight_(d.pack(w.query, 0, d.H, true)),
-        context_weight_(d.pack(w.context, 0, d.Dv, true)),
+        bias_(args.bias.const_data_ptr()),
+        query_weight_(d.pack(args.w_query, 0, d.H, true)),
+        context_weight_(d.pack(args.w_context, 0, d.Dv, true)),
         dropped_(d.masks != nullptr ? d.B * d.H * d.bytes : 0) {
     const int64_t L = d.L, B = d.B, H = d.H;
     states = new_tensor({L, d.T + 1, B, H}, d.type);
@@ -30,14 +29,14 @@ class Forward {
     gates = new_tensor({L, kept, B, 4 * H}, d.type);
     weights = new_tensor({d.T, B, d.Tk}, d.weight_type);
     for (int64_t l = 0; l < L; ++l) {
-      hidden_weight_.push_back(d.pack(w.hidden, l, H, true));
-      if (l > 0) input_weight_.push_back(d.pack(w.input, l - 1, H, true));
+      hidden_weight_.push_back(d.pack(args.w_hidden, l, H, true));
+      if (l > 0) input_weight_.push_back(d.pack(args.w_input, l - 1, H, true));
       const auto begin = [&](Tensor& to, const Tensor& from) {
         copy(d.at(to.mutable_data_ptr(), d.state_of(l, 0)), d.at(from.const_data_ptr(), l * B * H),
              B * H * d.bytes);
       };
-      begin(states, hidden);
-      if (d.lstm) begin(cells, *cell);
+      begin(states, args.hidden);
+      if (d.lstm) begin(cells, *args.cell);
     }
   }
 
@@ -120,23 +119,15 @@ class Forward {
   Buffer dropped_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
-    const Tensor& input_gates, const Tensor& hidden, MaybeTensor cell, const Tensor& keys,
-    MaybeTensor table, MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens,
-    MaybeTensor mask, const Tensor& w_query, const Tensor& w_v, const Tensor& w_context,
-    const Tensor& w_input, const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks,
-    MaybeTensor seed, double dropout_p, bool keep) {
-  const Options options{std::nullopt, std::nullopt, valid_lens, mask,
-                        table,        keys_max,     seed,       dropout_p};
-  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
-  const Weights w{w_query, w_context, w_input, w_hidden, bias};
-  const Decoder d(length(input_gates, 3, "input_gates"), hidden, cell, in, w, masks);
+auto all_steps(const DecoderArguments& args, const Tensor& input_gates, bool keep) {
+  Inputs in = inputs_of_step(args);
+  const Decoder d(length(input_gates, 3, "input_gates"), args, in);
   d.check(input_gates, {d.T, d.B, d.G}, "input_gates");
-  Forward forward(d, in, w, hidden, cell, keep ? d.T : 1);
+  Forward forward(d, in, args, keep ? d.T : 1);
   for (int64_t t = 0; t < d.T; ++t)
     forward.step(t, d.at(input_gates.const_data_ptr(), t * d.B * d.G));
-  return {forward.states,  forward.cells,   forward.contexts,
-          forward.queries, forward.weights, forward.gates};
+  return std::tuple{forward.states,  forward.cells,   forward.contexts,
+                    forward.queries, forward.weights, forward.gates};
 }
 
 constexpr int64_t kMostSteps = 1 << 30;  // more could overflow the sizes of results
@@ -154,19 +145,13 @@ int64_t likeliest(const A* logits, int64_t n, const std::vector<char>& left_out)
   return best < 0 ? 0 : best;
 }
 
-std::tuple<Tensor, Tensor> decode_greedy(
-    const Tensor& embedding, const Tensor& w_embedded, const Tensor& input_bias,
-    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias,
-    const Tensor& left_out, int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
-  const Options options{std::nullopt, std::nullopt, valid_lens, mask, table, keys_max};
-  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
-  const Weights w{w_query, w_context, w_input, w_hidden, bias};
+auto greedy_steps(const DecoderArguments& args, const GreedyArguments& of_tokens) {
+  const auto& [embedding, w_embedded, input_bias, w_dense, dense_bias, left_out, first, last, blank,
+               max_steps] = of_tokens;
+  Inputs in = inputs_of_step(args);
   STD_TORCH_CHECK(max_steps > 0 && max_steps <= kMostSteps, "max_steps must be between 1 and ",
                   kMostSteps);
-  const Decoder d(max_steps, hidden, cell, in, w, std::nullopt);
+  const Decoder d(max_steps, args, in);
   const int64_t B = d.B, V = length(embedding, 2, "embedding"), E = embedding.size(1);
   Buffer input_gates(B * d.G * d.bytes);
   d.check(embedding, {V, E}, "embedding"), d.check(w_embedded, {d.G, E}, "w_embedded");
@@ -180,7 +165,7 @@ std::tuple<Tensor, Tensor> decode_greedy(
     STD_TORCH_CHECK(token >= 0 && token < double(V), "left_out must hold tokens");
     never[static_cast<int64_t>(token)] = 1;
   }
-  Forward forward(d, in, w, hidden, cell, 1);
+  Forward forward(d, in, args, 1);
   const Packed embedded_weight = d.pack(w_embedded, 0, E, true),
                dense_weight = d.pack(w_dense, 0, d.H, true);
   Buffer embedded(B * E * d.bytes), logits(B * V * d.bytes);
@@ -219,12 +204,12 @@ std::tuple<Tensor, Tensor> decode_greedy(
       copy(d.at(weights.mutable_data_ptr(), (b * steps + t) * d.Tk),
            d.at(forward.weights.const_data_ptr(), (t * B + b) * d.Tk), d.Tk * d.bytes);
     }
-  return {tokens, weights};
+  return std::tuple{tokens, weights};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
-  m.impl("decode", TORCH_BOX(&decode));
-  m.impl("decode_greedy", TORCH_BOX(&decode_greedy));
+  m.impl("decode", TORCH_BOX(&decode<all_steps>));
+  m.impl("decode_greedy", TORCH_BOX(&decode_greedy<greedy_steps>));
 }
 
 }  // namespace

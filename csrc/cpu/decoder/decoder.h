@@ -61,22 +61,17 @@ class Packed {
   Buffer data_;
 };
 
-struct Weights {
-  const Tensor &query, &context, &input, &hidden, &bias;
-};
-
 // Sizes and inputs of a call.
 struct Decoder {
-  Decoder(int64_t steps, const Tensor& first_hidden, const MaybeTensor& first_cell,
-          const Inputs& in, const Weights& w, const MaybeTensor& drop_masks)
-      : k(kernels(storage_kind(first_hidden, "hidden"))) {
-    STD_TORCH_CHECK(first_hidden.dim() == 3, "hidden must have 3 dimensions");
+  Decoder(int64_t steps, const DecoderArguments& args, const Inputs& in)
+      : k(kernels(storage_kind(args.hidden, "hidden"))) {
+    STD_TORCH_CHECK(args.hidden.dim() == 3, "hidden must have 3 dimensions");
     T = steps, B = in.problem.B;
-    L = first_hidden.size(0), H = first_hidden.size(2);
+    L = args.hidden.size(0), H = args.hidden.size(2);
     F = in.problem.H, Dv = in.problem.Dv, Tk = in.problem.Tk;
-    lstm = first_cell.has_value();
+    lstm = args.cell.has_value();
     G = (lstm ? 4 : 3) * H;
-    type = first_hidden.scalar_type();
+    type = args.hidden.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double,
                     "hidden must be float32 or float64");
     STD_TORCH_CHECK(in.storage == type, "keys must have the dtype of hidden");
@@ -84,13 +79,13 @@ struct Decoder {
     bytes = type == ScalarType::Double ? 8 : 4;
     hidden_from = 4 * H - G;
     STD_TORCH_CHECK(L > 0, "hidden must have a layer");
-    check(w.query, {F, H}, "w_query"), check(w.context, {G, Dv}, "w_context");
-    check(w.input, {L - 1, G, H}, "w_input"), check(w.hidden, {L, G, H}, "w_hidden");
-    check(w.bias, {L, 4 * H}, "bias"), check(first_hidden, {L, B, H}, "hidden");
-    if (lstm) check(*first_cell, {L, B, H}, "cell");
-    if (drop_masks.has_value()) {
-      check(*drop_masks, {L - 1, T, B, H}, "masks");
-      masks = drop_masks->const_data_ptr();
+    check(args.w_query, {F, H}, "w_query"), check(args.w_context, {G, Dv}, "w_context");
+    check(args.w_input, {L - 1, G, H}, "w_input"), check(args.w_hidden, {L, G, H}, "w_hidden");
+    check(args.bias, {L, 4 * H}, "bias"), check(args.hidden, {L, B, H}, "hidden");
+    if (lstm) check(*args.cell, {L, B, H}, "cell");
+    if (args.masks.has_value()) {
+      check(*args.masks, {L - 1, T, B, H}, "masks");
+      masks = args.masks->const_data_ptr();
     }
   }
 
@@ -154,10 +149,12 @@ struct Decoder {
   int64_t mask_of(int64_t l, int64_t t) const { return ((l - 1) * T + t) * B * H; }
 };
 
-// A placeholder of the shape that the queries of a step have.
-inline Tensor queries_of_step(const Tensor& keys) {
+// Of a step, with a placeholder of the shape that its queries have.
+inline Inputs inputs_of_step(const DecoderArguments& args) {
+  const Tensor& keys = args.keys;
   STD_TORCH_CHECK(keys.dim() == 3, "keys must have 3 dimensions");
-  return new_tensor({keys.size(0), 1, keys.size(2)}, keys.scalar_type());
+  const Tensor queries = new_tensor({keys.size(0), 1, keys.size(2)}, keys.scalar_type());
+  return Inputs(queries, keys, args.attention(queries), Exponentials::tabled);
 }
 
 // size(0) of a tensor that must have so many dimensions.

@@ -10,19 +10,13 @@
 namespace bahdanau_fast {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backward(
-    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
-    double dropout_p, const Tensor& states, const Tensor& cells, const Tensor& queries,
-    const Tensor& weights, const Tensor& gates, MaybeTensor grad_states, MaybeTensor grad_hidden,
-    MaybeTensor grad_cell, MaybeTensor grad_weights) {
-  const Options options{std::nullopt, std::nullopt, valid_lens, mask,
-                        table,        keys_max,     seed,       dropout_p};
-  Inputs in(queries_of_step(keys), keys, values, w_v, options, Exponentials::tabled);
-  const Decoder d(length(queries, 3, "queries"), hidden, cell, in,
-                  {w_query, w_context, w_input, w_hidden, bias}, masks);
+auto all_steps_backward(const DecoderArguments& args, const DecodedArguments& decoded) {
+  const Tensor &states = decoded.states, &cells = decoded.cells, &queries = decoded.queries,
+               &weights = decoded.weights, &gates = decoded.gates;
+  const MaybeTensor &grad_states = decoded.grad_states, &grad_hidden = decoded.grad_hidden,
+                    &grad_cell = decoded.grad_cell, &grad_weights = decoded.grad_weights;
+  Inputs in = inputs_of_step(args);
+  const Decoder d(length(queries, 3, "queries"), args, in);
   const int64_t T = d.T, B = d.B, H = d.H, L = d.L;
   d.check(states, {L, T + 1, B, H}, "states"), d.check(queries, {T, B, d.F}, "queries");
   d.check(gates, {L, T, B, 4 * H}, "gates");
@@ -49,11 +43,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   };
   begin(grad_hidden, grad_first, L * B * H);
   begin(grad_cell, grad_first_cell, d.lstm ? L * B * H : 0);
-  const Packed query_weight = d.pack(w_query, 0, H, false);
-  const Packed context_weight = d.pack(w_context, 0, d.Dv, false);
+  const Packed query_weight = d.pack(args.w_query, 0, H, false);
+  const Packed context_weight = d.pack(args.w_context, 0, d.Dv, false);
   std::vector<Packed> hidden_weight, input_weight;
-  for (int64_t l = 0; l < L; ++l) hidden_weight.push_back(d.pack(w_hidden, l, H, false));
-  for (int64_t l = 1; l < L; ++l) input_weight.push_back(d.pack(w_input, l - 1, H, false));
+  for (int64_t l = 0; l < L; ++l) hidden_weight.push_back(d.pack(args.w_hidden, l, H, false));
+  for (int64_t l = 1; l < L; ++l) input_weight.push_back(d.pack(args.w_input, l - 1, H, false));
   Buffer below(B * H * d.bytes);
   const uint64_t first_seed = in.problem.seed;
   const auto at_step = [&](const Tensor& tensor, int64_t t) {
@@ -118,12 +112,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
       run_backward(in, g, {});
     query_weight.add(g.grad_queries, d.F, B, d.at(grad_h, (L - 1) * B * H), H);
   }
-  return {grad_gates,    grad_first,  grad_first_cell, grad_queries,
-          grad_contexts, grad_scores, dropped_weights};
+  return std::tuple{grad_gates,    grad_first,  grad_first_cell, grad_queries,
+                    grad_contexts, grad_scores, dropped_weights};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
-  m.impl("decode_backward", TORCH_BOX(&decode_backward));
+  m.impl("decode_backward", TORCH_BOX(&decode_backward<all_steps_backward>));
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor> exp_keys(const Tensor& keys, bool precise) {
 // Gradients of features (B,Tk,C), in memory (B,C,Tk), and of W_f (H,C).
 class InsideGradients {
  public:
-  InsideGradients(const Options& inside, int64_t needs, ScalarType storage)
+  InsideGradients(const AttentionArguments& inside, int64_t needs, ScalarType storage)
       : features(new_features(inside, needs & need_features, storage)),
         w_f(new_tensor(inside.w_f.has_value() ? gradient_shape(*inside.w_f, needs & need_w_f)
                                               : std::vector<int64_t>{0},
@@ -65,7 +65,7 @@ class InsideGradients {
   Tensor features, w_f;
 
  private:
-  static Tensor new_features(const Options& inside, bool wanted, ScalarType storage) {
+  static Tensor new_features(const AttentionArguments& inside, bool wanted, ScalarType storage) {
     if (!wanted || !inside.features.has_value()) return new_tensor({0}, storage);
     const Tensor& t = *inside.features;
     const int64_t B = t.size(0), Tk = t.size(1), C = t.size(2);
@@ -80,10 +80,8 @@ class InsideGradients {
 // that projected the keys.
 int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64CpuElements : 0; }
 
-// What belongs to raw keys, or to projected ones.
-void check_keys(const MaybeTensor& w_k, const MaybeTensor& bias, const MaybeTensor& table) {
-  STD_TORCH_CHECK(w_k.has_value() || !bias.has_value(), "bias must come with w_k");
-  STD_TORCH_CHECK(!w_k.has_value() || !table.has_value(), "table must come without w_k");
+void check_table(const AttentionArguments& args) {
+  STD_TORCH_CHECK(!args.w_k.has_value() || !args.table.has_value(), "table must come without w_k");
 }
 
 bool is_given(const MaybeTensor& tensor) { return tensor.has_value() && tensor->numel() > 0; }
@@ -121,75 +119,64 @@ class Side {
   std::optional<Projected> projection_;
 };
 
-// Without w_q or w_k the queries or the keys are projected already.
-std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys,
-                                     const Tensor& values, const Tensor& w_v, MaybeTensor w_q,
-                                     MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
-                                     MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
-                                     MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
-                                     double dropout_p, int64_t activation, double negative_slope,
-                                     bool need_weights, bool precise, int64_t backend,
-                                     bool narrow) {
-  check_backend(backend);
-  check_keys(w_k, bias, table);
-  const Options options{features,
-                        w_f,
-                        valid_lens,
-                        mask,
-                        table,
-                        keys_max,
-                        seed,
-                        dropout_p,
-                        activation,
-                        negative_slope,
-                        precise || w_k.has_value()};
-  const auto results = [&](const auto& q, const auto& k) {
-    return attend_to(Inputs(q, k, values, w_v, options, exponentials_for(q)), need_weights, narrow);
+// Each with the bits of what it needs: those of the rows, the weight and the bias.
+Side queries_of(const AttentionArguments& args, const MaybeTensor& projected = kNone,
+                int64_t needs = 0) {
+  return Side(args.queries, args.w_q, kNone, args.w_v, projected, "queries", "w_q",
+              fp64_limit(args.w_k), {needs & need_queries, needs & need_w_q, 0});
+}
+Side keys_of(const AttentionArguments& args, const MaybeTensor& projected = kNone,
+             int64_t needs = 0) {
+  return Side(args.keys, args.w_k, args.bias, args.w_v, projected, "keys", "w_k",
+              kMaxFp64CpuElements,
+              {needs & need_keys, needs & need_w_k, args.bias.has_value() ? needs & need_bias : 0});
+}
+
+std::tuple<Tensor, Tensor> attend(const AttentionArguments& args, bool need_weights, bool precise,
+                                  bool narrow) {
+  check_table(args);
+  const auto& [queries, keys, w_v, w_q, w_k] =
+      std::tie(args.queries, args.keys, args.w_v, args.w_q, args.w_k);
+  const auto results = [&, precise = precise || w_k.has_value()](const auto& q, const auto& k) {
+    return attend_to(Inputs(q, k, args, exponentials_for(q), precise), need_weights, narrow);
   };
   if (!w_q.has_value() && !w_k.has_value()) return results(queries, keys);
   if (!w_q.has_value())
-    return results(queries, Projected(keys, *w_k, bias, w_v, "keys", "w_k").new_forward());
+    return results(queries, Projected(keys, *w_k, args.bias, w_v, "keys", "w_k").new_forward());
   const OwnRows q =
       Projected(queries, *w_q, std::nullopt, w_v, "queries", "w_q", fp64_limit(w_k)).forward();
-  return w_k.has_value() ? results(q, Projected(keys, *w_k, bias, w_v, "keys", "w_k").forward())
-                         : results(q, keys);
+  return w_k.has_value()
+             ? results(q, Projected(keys, *w_k, args.bias, w_v, "keys", "w_k").forward())
+             : results(q, keys);
 }
 
 // And what backward takes: how many keys the lengths leave, without a mask; projected queries and
 // keys. What there is not of these has no elements.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_recorded(
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features, MaybeTensor w_f,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-    MaybeTensor seed, double dropout_p, int64_t activation, double negative_slope, bool, bool,
-    int64_t backend, bool narrow) {
-  check_backend(backend);
-  check_keys(w_k, bias, table);
-  const Options options{features, w_f,  valid_lens, mask,       table,
-                        keys_max, seed, dropout_p,  activation, negative_slope};
-  const Side q(queries, w_q, std::nullopt, w_v, std::nullopt, "queries", "w_q", fp64_limit(w_k));
-  const Side k(keys, w_k, bias, w_v, std::nullopt, "keys", "w_k", kMaxFp64CpuElements);
-  const Inputs in(q.rows(), k.rows(), values, w_v, options, exponentials_for(q.rows()));
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_recorded(const AttentionArguments& args,
+                                                                   bool, bool, bool narrow) {
+  check_table(args);
+  const Side q = queries_of(args), k = keys_of(args);
+  const Inputs in(q.rows(), k.rows(), args, exponentials_for(q.rows()));
   const auto [context, weights] = attend_to(in, true, narrow);
-  const bool counted = valid_lens.has_value() && !mask.has_value();
-  return {context, weights, counted ? in.counts(*valid_lens) : new_tensor({0}, ScalarType::Int),
-          w_q.has_value() ? q.rows() : new_tensor({0}, in.storage),
-          w_k.has_value() ? k.rows() : new_tensor({0}, in.storage)};
+  const auto none = [&](ScalarType type) { return new_tensor({0}, type); };
+  const bool counted = args.valid_lens.has_value() && !args.mask.has_value();
+  return {context, weights, counted ? in.counts(*args.valid_lens) : none(ScalarType::Int),
+          args.w_q.has_value() ? q.rows() : none(in.storage),
+          args.w_k.has_value() ? k.rows() : none(in.storage)};
 }
 
 using NineGradients =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Gradients of queries and keys that are projected already.
-NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& values,
-                       const Tensor& w_v, const Options& options, const Tensor& weights,
-                       MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
-                       Tensor* onto = nullptr) {
-  Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
+NineGradients backward(const Tensor& queries, const Tensor& keys, const AttentionArguments& args,
+                       const Tensor& weights, const MaybeTensor& grad_context,
+                       const MaybeTensor& grad_weights, int64_t needs, Tensor* onto = nullptr) {
+  Inputs in(queries, keys, args, Exponentials::as_read);
   in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
-  KeyGradients grads(keys, values, w_v, needs);
-  InsideGradients inside(options, needs, in.storage);
+  KeyGradients grads(keys, args.values, args.w_v, needs);
+  InsideGradients inside(args, needs, in.storage);
   if (in.problem.empty()) {
     torch::stable::zero_(grad_queries);
     grads.zero();
@@ -213,34 +200,21 @@ NineGradients backward(const Tensor& queries, const Tensor& keys, const Tensor& 
           none(),       none(),     inside.features, inside.w_f};
 }
 
-NineGradients attention_backward(const Tensor& weights, MaybeTensor projected_queries,
-                                 MaybeTensor projected_keys, MaybeTensor grad_context,
-                                 MaybeTensor grad_weights, int64_t needs, const Tensor& queries,
-                                 const Tensor& keys, const Tensor& values, const Tensor& w_v,
-                                 MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias,
-                                 MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens,
-                                 MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
-                                 MaybeTensor seed, double dropout_p, int64_t activation,
-                                 double negative_slope, int64_t backend) {
-  check_backend(backend);
-  check_keys(w_k, bias, table);
-  const Options options{features, w_f,  valid_lens, mask,       table,
-                        keys_max, seed, dropout_p,  activation, negative_slope};
-  if (!w_q.has_value() && !w_k.has_value())
-    return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights,
-                    needs);
-  // Each with the bits of what it needs; those of the rows, the weight and the bias.
-  const Side of_queries(queries, w_q, std::nullopt, w_v, projected_queries, "queries", "w_q",
-                        fp64_limit(w_k), {needs & need_queries, needs & need_w_q, 0});
-  const Side of_keys(
-      keys, w_k, bias, w_v, projected_keys, "keys", "w_k", kMaxFp64CpuElements,
-      {needs & need_keys, needs & need_w_k, bias.has_value() ? needs & need_bias : 0});
+NineGradients attend_backward(const AttentionArguments& args,
+                              const BackwardArguments& of_backward) {
+  check_table(args);
+  const auto& [weights, projected_queries, projected_keys, grad_context, grad_weights, needs] =
+      of_backward;
+  if (!args.w_q.has_value() && !args.w_k.has_value())
+    return backward(args.queries, args.keys, args, weights, grad_context, grad_weights, needs);
+  const Side of_queries = queries_of(args, projected_queries, needs);
+  const Side of_keys = keys_of(args, projected_keys, needs);
   const int64_t through = (needs & ~int64_t(need_queries | need_keys)) |
                           (of_queries.is_needed() ? need_queries : 0) |
                           (of_keys.is_needed() ? need_keys : 0);
   const auto [grad_q, grad_k, grad_values, grad_w_v, n0, n1, n2, grad_features, grad_w_f] =
-      backward(of_queries.rows(), of_keys.rows(), values, w_v, options, weights, grad_context,
-               grad_weights, through);
+      backward(of_queries.rows(), of_keys.rows(), args, weights, grad_context, grad_weights,
+               through);
   const auto [grad_queries, grad_w_q, none] = of_queries.backward(grad_q);
   const auto [grad_keys, grad_w_k, grad_bias] = of_keys.backward(grad_k);
   return {grad_queries, grad_keys, grad_values,   grad_w_v, grad_w_q,
@@ -256,10 +230,10 @@ NineGradients attention_backward_onto(const Tensor& weights, MaybeTensor grad_co
                                       MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
                                       MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed,
                                       double dropout_p, int64_t activation, double negative_slope) {
-  const Options options{features, w_f,  valid_lens, mask,       table,
-                        keys_max, seed, dropout_p,  activation, negative_slope};
-  return backward(queries, keys, values, w_v, options, weights, grad_context, grad_weights, needs,
-                  &onto);
+  const AttentionArguments args{queries, keys,       values,     w_v,           features,
+                                w_f,     valid_lens, mask,       table,         keys_max,
+                                seed,    dropout_p,  activation, negative_slope};
+  return backward(queries, keys, args, weights, grad_context, grad_weights, needs, &onto);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
@@ -267,9 +241,9 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
     const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
     MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max,
     MaybeTensor seed, double dropout_p) {
-  const Options options{std::nullopt, std::nullopt, valid_lens, mask,
-                        table,        keys_max,     seed,       dropout_p};
-  const Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
+  const AttentionArguments args{queries,    keys, values, w_v,      kNone, kNone,
+                                valid_lens, mask, table,  keys_max, seed,  dropout_p};
+  const Inputs in(queries, keys, args, Exponentials::as_read);
   const Problem& p = in.problem;
   Tensor grad_queries = gradient(queries, needed);
   Tensor grad_scores = gradient(weights, true);
@@ -287,48 +261,44 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_queries(
   return {grad_queries, grad_scores, dropped_weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
-    const Tensor& weights, MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs,
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max) {
-  const Options options{std::nullopt, std::nullopt, valid_lens, mask, table, keys_max};
-  const Inputs in(queries, keys, values, w_v, options, Exponentials::as_read);
-  KeyGradients grads(keys, values, w_v, needs);
+auto backward_keys(const AttentionArguments& args, const Tensor& weights,
+                   const MaybeTensor& grad_context, const Tensor& grad_scores, int64_t needs) {
+  const Inputs in(args.queries, args.keys, args, Exponentials::as_read);
+  KeyGradients grads(args.keys, args.values, args.w_v, needs);
   if (in.problem.empty()) {
     grads.zero();
   } else {
     std::vector<Tensor> owned;
-    Backward g = received(in, weights, grad_context, std::nullopt, owned);
+    Backward g = received(in, weights, grad_context, kNone, owned);
     g.grad_scores_in =
         rows_like(grad_scores, weights_dtype(in.kind), "grad_scores", in.problem, owned);
     grads.name_in(&g);
     run_backward(in, g, {grads.w_data()});
   }
-  return {grads.keys, grads.values, grads.w};
+  return std::tuple{grads.keys, grads.values, grads.w};
 }
 
 // Inputs of a call whose result are the scores: without values.
-Inputs scores_inputs(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
-                     const Options& options, Exponentials exponentials) {
-  Inputs in(queries, keys, keys, w_v, options, exponentials);
+Inputs scores_inputs(const AttentionArguments& args, Exponentials exponentials) {
+  Inputs in(args.queries, args.keys, args, exponentials);
   in.problem.Dv = 0;
   return in;
 }
 
-Options inside_of(const MaybeTensor& features, const MaybeTensor& w_f, int64_t activation,
-                  double negative_slope) {
-  Options options{features, w_f};
-  options.activation = activation;
-  options.negative_slope = negative_slope;
-  return options;
+AttentionArguments arguments_of_scores(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
+                                       const MaybeTensor& features, const MaybeTensor& w_f,
+                                       int64_t activation, double negative_slope) {
+  return {queries, keys,  keys,  w_v,   features, w_f,        kNone,
+          kNone,   kNone, kNone, kNone, 0.0,      activation, negative_slope};
 }
 
 Tensor attend_scores(const Tensor& queries, const Tensor& keys, const Tensor& w_v,
                      MaybeTensor features, MaybeTensor w_f, int64_t activation,
                      double negative_slope, int64_t backend) {
-  check_backend(backend);
-  const Options options = inside_of(features, w_f, activation, negative_slope);
-  const Inputs in = scores_inputs(queries, keys, w_v, options, exponentials_for(queries));
+  const auto args =
+      arguments_of_scores(queries, keys, w_v, features, w_f, activation, negative_slope);
+  check_attention(args, backend);
+  const Inputs in = scores_inputs(args, exponentials_for(queries));
   const Problem& p = in.problem;
   Tensor scores = new_tensor({p.B, p.Tq, p.Tk}, weights_dtype(in.kind));
   if (!p.empty()) run_scores(in, scores.mutable_data_ptr());
@@ -339,12 +309,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
     const Tensor& grad_scores, int64_t needs, const Tensor& queries, const Tensor& keys,
     const Tensor& w_v, MaybeTensor features, MaybeTensor w_f, int64_t activation,
     double negative_slope, int64_t backend) {
-  check_backend(backend);
-  const Options options = inside_of(features, w_f, activation, negative_slope);
-  const Inputs in = scores_inputs(queries, keys, w_v, options, Exponentials::as_read);
+  const auto args =
+      arguments_of_scores(queries, keys, w_v, features, w_f, activation, negative_slope);
+  check_attention(args, backend);
+  const Inputs in = scores_inputs(args, Exponentials::as_read);
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, keys, w_v, needs & ~need_values);
-  InsideGradients inside(options, needs, in.storage);
+  InsideGradients inside(args, needs, in.storage);
   if (in.problem.empty()) {
     torch::stable::zero_(grad_queries);
     grads.zero();
@@ -363,12 +334,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_scores_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
   m.impl("exp_keys", TORCH_BOX(&exp_keys));
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention.recorded", TORCH_BOX(&attention_recorded));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention", TORCH_BOX(&attention<attend>));
+  m.impl("attention.recorded", TORCH_BOX(&attention<attend_recorded>));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward<attend_backward>));
   m.impl("attention_backward.onto", TORCH_BOX(&attention_backward_onto));
   m.impl("attend_backward_queries", TORCH_BOX(&attend_backward_queries));
-  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
+  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys<backward_keys>));
   m.impl("attend_scores", TORCH_BOX(&attend_scores));
   m.impl("attend_scores_backward", TORCH_BOX(&attend_scores_backward));
 }

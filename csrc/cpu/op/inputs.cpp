@@ -84,42 +84,41 @@ Norms norms(const std::vector<double>& w) {
 }  // namespace
 
 template <class Queries, class Keys>
-Inputs::Inputs(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
-               const Options& options, Exponentials exponentials) {
+Inputs::Inputs(const Queries& queries, const Keys& keys, const AttentionArguments& args,
+               Exponentials exponentials, bool precise) {
   check_cpu(queries, "queries");
   Problem& p = problem;
-  kind = read_sizes(queries, keys, values, w_v, options.dropout_p, false, false, check_cpu, &p);
+  kind =
+      read_sizes(queries, keys, args.values, args.w_v, args.dropout_p, false, false, check_cpu, &p);
   storage = queries.scalar_type();
-  const bool float_table =
-      options.table.has_value() && options.table->scalar_type() == ScalarType::Float;
-  const bool in_fp32 =
-      float_table || (!options.precise && p.B * p.Tk * p.H > kMaxFp64ForwardTableElements);
+  const bool float_table = args.table.has_value() && args.table->scalar_type() == ScalarType::Float;
+  const bool in_fp32 = float_table || (!precise && p.B * p.Tk * p.H > kMaxFp64ForwardTableElements);
   kind = computing_kind(kind, p.B * p.Tq * p.Tk * p.H,
                         in_fp32 ? kMaxFp64ForwardTableElements : kMaxFp64CpuElements);
   owned_.reserve(4);  // as many as most calls have; likewise the buffers
   buffers_.reserve(4);
-  const std::vector<double> w = to_doubles(w_v, "w_v");
+  const std::vector<double> w = to_doubles(args.w_v, "w_v");
   const Norms w_norms = norms(w);
   if (kind == Kind::f32 && w_norms.length > kMaxFp32NormOfW) kind = Kind::f32_in_f64;
   p.width = table_width(p.H, kind);
   p.queries = view_of(queries, owned_);
   p.keys = view_of(keys, owned_);
-  p.values = view_of(values, owned_);
-  p.dropout = options.dropout_p > 0.0;
-  if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(options.seed, check_cpu));
-  set_inside(options);
+  p.values = view_of(args.values, owned_);
+  p.dropout = args.dropout_p > 0.0;
+  if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(args.seed, check_cpu));
+  set_inside(args);
   key_counts_.assign(p.B * p.Tq, p.Tk);
   p.key_counts = key_counts_.data();
-  if (options.valid_lens.has_value()) set_key_counts(*options.valid_lens);
-  if (options.mask.has_value()) set_mask(*options.mask);
+  if (args.valid_lens.has_value()) set_key_counts(*args.valid_lens);
+  if (args.mask.has_value()) set_mask(*args.mask);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
-  if (!p.from_sums) set_table(options.table, options.keys_max, exponentials);
+  if (!p.from_sums) set_table(args.table, args.keys_max, exponentials);
 }
 
-#define BF_INPUTS(Queries, Keys)                                                     \
-  template Inputs::Inputs(const Queries&, const Keys&, const Tensor&, const Tensor&, \
-                          const Options&, Exponentials);
+#define BF_INPUTS(Queries, Keys)                                                                \
+  template Inputs::Inputs(const Queries&, const Keys&, const AttentionArguments&, Exponentials, \
+                          bool);
 BF_INPUTS(Tensor, Tensor)
 BF_INPUTS(OwnRows, Tensor)
 BF_INPUTS(OwnRows, OwnRows)
@@ -219,18 +218,18 @@ void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
   }
 }
 
-void Inputs::set_inside(const Options& inside) {
+void Inputs::set_inside(const AttentionArguments& args) {
   Problem& p = problem;
   Inside& g = p.inside;
-  STD_TORCH_CHECK(inside.activation >= 0 && inside.activation <= 2,
+  STD_TORCH_CHECK(args.activation >= 0 && args.activation <= 2,
                   "activation must be 0 (tanh), 1 (relu) or 2 (leaky_relu)");
-  STD_TORCH_CHECK(inside.features.has_value() == inside.w_f.has_value(),
+  STD_TORCH_CHECK(args.features.has_value() == args.w_f.has_value(),
                   "features and w_f must be given together");
-  g.activation = static_cast<Activation>(inside.activation);
-  g.negative_slope = inside.negative_slope;
-  p.from_sums = inside.features.has_value() || g.activation != Activation::tanh;
-  if (!inside.features.has_value()) return;
-  const Tensor &features = *inside.features, &w_f = *inside.w_f;
+  g.activation = static_cast<Activation>(args.activation);
+  g.negative_slope = args.negative_slope;
+  p.from_sums = args.features.has_value() || g.activation != Activation::tanh;
+  if (!args.features.has_value()) return;
+  const Tensor &features = *args.features, &w_f = *args.w_f;
   for (const auto& [tensor, name] : {std::pair(&features, "features"), std::pair(&w_f, "w_f")}) {
     check_cpu(*tensor, name);
     STD_TORCH_CHECK(tensor->scalar_type() == storage, name, " must have the dtype of queries");
@@ -282,11 +281,7 @@ Seen seen_in(const uint8_t* row, int64_t count) {
 // Where the lengths leave nothing, or the mask nothing of that, a count is 0.
 void Inputs::set_mask(const Tensor& mask) {
   Problem& p = problem;
-  check_cpu(mask, "mask");
-  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
-                      mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
-                      mask.size(2) == p.Tk,
-                  "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
+  check_mask(mask, p, check_cpu);
   if (p.empty()) return;
   View view = view_of(mask, owned_);
   if (mask.size(1) == 1) view.row_stride = 0;

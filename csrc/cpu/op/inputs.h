@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "common/limits.h"
-#include "common/tensors.h"
+#include "common/operators.h"
 #include "cpu/isa/dispatch.h"
 #include "parallel.h"
 
@@ -57,19 +57,6 @@ Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name);
 void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, void* keys_max,
                  void* table);
 
-// What a call may have beside queries, keys, values and w_v.
-struct Options {
-  MaybeTensor features, w_f;    // (B,Tk,C), (H,C)
-  MaybeTensor valid_lens;       // (B) or (B,Tq)
-  MaybeTensor mask;             // bool (B,1,Tk) or (B,Tq,Tk)
-  MaybeTensor table, keys_max;  // of exp_keys
-  MaybeTensor seed;             // one int64, with dropout
-  double dropout_p = 0.0;
-  int64_t activation = 0;
-  double negative_slope = 0.0;
-  bool precise = true;  // a gradient may be asked for, or as exact a result
-};
-
 // The exponentials of the keys, where no table of them is given.
 enum class Exponentials {
   as_read,  // the kernels make them as they read the keys
@@ -89,10 +76,11 @@ Exponentials exponentials_for(const Queries& queries) {
 
 // A Problem, and all the memory it points to.
 struct Inputs {
-  // Queries are a Tensor or OwnRows, keys likewise.
+  // Projected queries and keys, each a Tensor or OwnRows, and what else `args` has. `precise`: a
+  // gradient may be asked for, or as exact a result.
   template <class Queries, class Keys>
-  Inputs(const Queries& queries, const Keys& keys, const Tensor& values, const Tensor& w_v,
-         const Options& options, Exponentials exponentials);
+  Inputs(const Queries& queries, const Keys& keys, const AttentionArguments& args,
+         Exponentials exponentials, bool precise = true);
 
   // How many keys the lengths leave, int32 of their shape; without a mask.
   Tensor counts(const Tensor& valid_lens) const;
@@ -105,7 +93,7 @@ struct Inputs {
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const Tensor& valid_lens);
   void set_mask(const Tensor& mask);
-  void set_inside(const Options& options);
+  void set_inside(const AttentionArguments& args);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, Exponentials exponentials);

@@ -92,12 +92,13 @@ std::tuple<Tensor, Tensor, Tensor> attend_location(const Tensor& queries, const 
                                                    MaybeTensor valid_lens, MaybeTensor mask,
                                                    MaybeTensor seed, double dropout_p,
                                                    int64_t activation, double negative_slope) {
-  const Tensor features = convolve(location, w_conv, b_conv);
-  const Options options{features,     w_f,  valid_lens, mask,       std::nullopt,
-                        std::nullopt, seed, dropout_p,  activation, negative_slope};
+  const MaybeTensor features = convolve(location, w_conv, b_conv), weight = w_f;
+  const AttentionArguments args{queries, keys,       values,     w_v,           features,
+                                weight,  valid_lens, mask,       kNone,         kNone,
+                                seed,    dropout_p,  activation, negative_slope};
   const auto [context, weights] =
-      attend_to(Inputs(queries, keys, values, w_v, options, exponentials_for(queries)), true);
-  return {context, weights, features};
+      attend_to(Inputs(queries, keys, args, exponentials_for(queries)), true);
+  return {context, weights, *features};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {

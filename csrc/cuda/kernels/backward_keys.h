@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(kRowThreads) grad_rows(const Backward g) {
     total.add(weight(j));
     dot.add_product(weight(j), grad_weight(j));
   }
-  total = block_sum(total, scratch);
-  const Sum mean = block_sum(dot, scratch).over(total);
+  const auto sum = [](Sum x) { return warp_sum(x); };
+  total = over_block(total, Sum{}, scratch, sum);
+  const Sum mean = over_block(dot, Sum{}, scratch, sum).over(total);
   float* out = static_cast<float*>(g.grad_scores) + row * p.Tk;
   for (int64_t j = threadIdx.x; j < p.Tk; j += blockDim.x)
     out[j] = j < keys ? weigh_difference(weight(j) / total.high, grad_weight(j), mean) : 0.0f;

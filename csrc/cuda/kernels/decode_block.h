@@ -185,8 +185,9 @@ struct DecodeBlock {
     }
     bool exponentials = false;
     if constexpr (QT > 1 && sizeof(T) == 2) {
-      largest = block_max(largest, smem.scratch);
-      largest_w = block_max(largest_w, smem.scratch);
+      const auto max = [](float x) { return warp_max(x); };
+      largest = over_block(largest, 0.0f, smem.scratch, max);
+      largest_w = over_block(largest_w, 0.0f, smem.scratch, max);
       exponentials = largest <= kClamped && largest_w <= kLargestW;
       for (int k = threadIdx.x; exponentials && k < QT * sizes.width; k += blockDim.x)
         smem.queries[k] = exp2_approx(smem.queries[k]);

@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(kCombineThreads, 2) combine_splits(const Decod
 #pragma unroll 1
   for (int64_t s = threadIdx.x; s < d.splits; s += kCombineThreads)
     best = larger_or_nan(best, maxima[s]);
-  best = block_max(best, scratch);
+  best = over_block(best, kLowest, scratch, [](float x) { return warp_max(x); });
 #pragma unroll 1
   for (int64_t s = threadIdx.x; s < d.splits; s += kCombineThreads)
     total += exp_of<T>(maxima[s] - best) * sums[s];
-  total = block_sum(total, scratch);
+  total = over_block(total, 0.0f, scratch, [](float x) { return warp_sum(x); });
 
   float context[4] = {};
   if (c0 + 4 * lane < d.width) {

@@ -87,10 +87,6 @@ __device__ __forceinline__ Bytes16 load16_of_others(const void* p) {
   return {{x.x, x.y, x.z, x.w}};
 }
 
-__device__ __forceinline__ uint64_t load_of_others(const unsigned long long* p) {
-  return __ldcg(p);
-}
-
 // Blocks of a launch that are all resident wait for one another at a counter, zero before the
 // launch: what a block wrote before arrive() can be read past the wait() of any.
 struct GroupBarrier {
@@ -303,23 +299,16 @@ __device__ __forceinline__ float warp_sums(float* x, int lane) {
   }
 }
 
-// The whole block's maximum (NaN wins) or sum in every thread; `scratch` holds a number per warp.
-__device__ inline float block_max(float x, float* scratch) {
+// In every thread, what reduce() gives in every lane of a warp, of the whole block; `none` changes
+// no result. `scratch` holds a number per warp.
+template <class X, class Reduce>
+__device__ __forceinline__ X over_block(X x, X none, X* scratch, const Reduce& reduce) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  x = warp_max(x);
+  x = reduce(x);
   __syncthreads();  // the last result may still be read
   if (lane == 0) scratch[threadIdx.x / kWarp] = x;
   __syncthreads();
-  return warp_max(scratch[lane < warps ? lane : 0]);
-}
-template <class X>
-__device__ X block_sum(X x, X* scratch) {
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  x = warp_sum(x);
-  __syncthreads();
-  if (lane == 0) scratch[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  return warp_sum(lane < warps ? scratch[lane] : X{});
+  return reduce(lane < warps ? scratch[lane] : none);
 }
 
 }  // namespace bahdanau_fast::gpu

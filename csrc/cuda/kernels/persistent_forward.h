@@ -203,7 +203,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
     const Greedy& g = f.greedy;
     for (int b = threadIdx.x; b < rows; b += kPersistentThreads) {
       const bool ended = tokens()[b] < 0;
-      const uint64_t best = load_of_others(g.best + t % 2 * p.B + row0 + b);
+      const uint64_t best = __ldcg(g.best + t % 2 * p.B + row0 + b);
       const int64_t token = ended ? g.blank : ~uint32_t(best);
       tokens()[b] = int(ended || token == g.last ? ~token : token);
       if (rank == 0) g.tokens[(row0 + b) * f.T + t] = token;
@@ -231,18 +231,15 @@ struct PersistentForwardTask : PersistentBlock<T> {
       this->group.wait();
 #pragma unroll 1
       for (int s = 0; s < plan.sentences; ++s) attend(t, s);
-      this->group.arrive();
-      this->group.wait();
+      this->group.sync();
       multiply_contexts(t);
       step_cells(t);
       if (greedy()) clear_best(t);
       if (t + 1 == f.T && !greedy()) break;
-      this->group.arrive();
-      this->group.wait();
+      this->group.sync();
       if (!greedy()) continue;
       multiply_dense(t);
-      this->group.arrive();
-      this->group.wait();
+      this->group.sync();
       if (!write_tokens(t) && !f.greedy.whole) break;
     }
   }

@@ -14,26 +14,19 @@ namespace {
 // Bytes that tokens may take for what a loop makes bit by bit.
 constexpr int64_t kMostWritten = 1 << 28;
 
-// The arguments that the three operators of a decoder share.
-struct DecoderArgs {
-  const Tensor &hidden, &keys, &values, &w_query, &w_v, &w_context, &w_input, &w_hidden, &bias;
-  const MaybeTensor &cell, &valid_lens, &mask, &table, &keys_max;
-  const MaybeTensor &masks = kNone, &seed = kNone;
-  double dropout_p = 0.0;
-};
-
 // The queries, which the launch makes itself, have the shape of the first key.
-Inputs inputs_of(const DecoderArgs& args) {
+Inputs inputs_of(const DecoderArguments& args) {
   const Tensor keys = in_vectors(args.keys), values = in_vectors(args.values);
   STD_TORCH_CHECK(keys.dim() == 3 && keys.size(1) > 0, "keys must have 3 dimensions, and rows");
   Tensor queries = keys;
   queries = torch::stable::narrow(queries, 1, 0, 1);
-  return Inputs({queries, keys, values, args.w_v, args.valid_lens, args.mask, args.table,
-                 args.keys_max, args.seed, args.dropout_p, true});
+  return Inputs({queries, keys, values, args.w_v, kNone, kNone, args.valid_lens, args.mask,
+                 args.table, args.keys_max, args.seed, args.dropout_p},
+                Use::decoder);
 }
 
 struct DecoderInputs {
-  DecoderInputs(const DecoderArgs& args, int64_t steps) : in(inputs_of(args)) {
+  DecoderInputs(const DecoderArguments& args, int64_t steps) : in(inputs_of(args)) {
     STD_TORCH_CHECK(in.kernels->decode != nullptr, "hidden must have 16 bits for CUDA kernels");
     d.p = in.problem;
     STD_TORCH_CHECK(args.hidden.dim() == 3 && args.hidden.size(0) == 1 &&
@@ -80,15 +73,8 @@ int64_t steps_of(const Tensor& tensor, const char* name) {
   return tensor.size(0);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
-    const Tensor& input_gates, const Tensor& hidden, MaybeTensor cell, const Tensor& keys,
-    MaybeTensor table, MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens,
-    MaybeTensor mask, const Tensor& w_query, const Tensor& w_v, const Tensor& w_context,
-    const Tensor& w_input, const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks,
-    MaybeTensor seed, double dropout_p, bool keep) {
-  DecoderInputs inputs({hidden, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias,
-                        cell, valid_lens, mask, table, keys_max, masks, seed, dropout_p},
-                       steps_of(input_gates, "input_gates"));
+auto all_steps(const DecoderArguments& args, const Tensor& input_gates, bool keep) {
+  DecoderInputs inputs(args, steps_of(input_gates, "input_gates"));
   DecoderForward f{inputs.d};
   const int64_t B = f.p.B, T = f.T, H = f.H, saved = keep ? T : 1;
   f.input_gates = inputs.data(input_gates, {T, B, f.gates() * H}, "input_gates");
@@ -100,31 +86,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode(
   const Tensor gates = inputs.make({1, saved, B, 4 * H}, &f.saved_gates);
   if (!keep) f.saved_gates = nullptr;
   inputs.in.kernels->decode(f, inputs.in.device, inputs.in.memory());
-  return {states, cells, contexts, queries, weights, gates};
+  return std::tuple{states, cells, contexts, queries, weights, gates};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backward(
-    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, MaybeTensor masks, MaybeTensor seed,
-    double dropout_p, const Tensor& states, const Tensor& cells, const Tensor& queries,
-    const Tensor& weights, const Tensor& gates, MaybeTensor grad_states, MaybeTensor grad_hidden,
-    MaybeTensor grad_cell, MaybeTensor grad_weights) {
-  DecoderInputs inputs({hidden, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias,
-                        cell, valid_lens, mask, table, keys_max, masks, seed, dropout_p},
-                       steps_of(queries, "queries"));
+auto all_steps_backward(const DecoderArguments& args, const DecodedArguments& decoded) {
+  DecoderInputs inputs(args, steps_of(decoded.queries, "queries"));
   DecoderBackward g{inputs.d};
   const int64_t B = g.p.B, T = g.T, H = g.H, Tk = g.p.Tk;
-  g.states = inputs.data(states, {1, T + 1, B, H}, "states");
-  if (g.lstm) g.cells = inputs.data(cells, {1, T + 1, B, H}, "cells");
-  g.queries = inputs.data(queries, {T, B, g.p.H}, "queries");
-  g.weights = inputs.data(weights, {T, B, Tk}, "weights", true);
-  g.saved_gates = inputs.data(gates, {1, T, B, 4 * H}, "gates");
-  g.grad_states = inputs.data_or_zero(grad_states, {T, B, H}, "grad_states");
-  g.grad_hidden = inputs.data_or_zero(grad_hidden, {1, B, H}, "grad_hidden");
-  g.grad_cell = inputs.data_or_zero(grad_cell, {1, B, H}, "grad_cell");
-  g.grad_weights = inputs.data_or_zero(grad_weights, {T, B, Tk}, "grad_weights", true);
+  g.states = inputs.data(decoded.states, {1, T + 1, B, H}, "states");
+  if (g.lstm) g.cells = inputs.data(decoded.cells, {1, T + 1, B, H}, "cells");
+  g.queries = inputs.data(decoded.queries, {T, B, g.p.H}, "queries");
+  g.weights = inputs.data(decoded.weights, {T, B, Tk}, "weights", true);
+  g.saved_gates = inputs.data(decoded.gates, {1, T, B, 4 * H}, "gates");
+  g.grad_states = inputs.data_or_zero(decoded.grad_states, {T, B, H}, "grad_states");
+  g.grad_hidden = inputs.data_or_zero(decoded.grad_hidden, {1, B, H}, "grad_hidden");
+  g.grad_cell = inputs.data_or_zero(decoded.grad_cell, {1, B, H}, "grad_cell");
+  g.grad_weights = inputs.data_or_zero(decoded.grad_weights, {T, B, Tk}, "grad_weights", true);
   const Tensor grad_gates = inputs.make({1, T, B, 4 * H}, &g.grad_gates);
   const Tensor grad_first = inputs.make({1, B, H}, &g.grad_first);
   const Tensor grad_first_cell = inputs.make({g.lstm ? 1 : 0, B, H}, &g.grad_first_cell);
@@ -133,9 +110,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> decode_backwa
   Tensor grad_scores = inputs.make({B, T, Tk}, ScalarType::Float, &g.grad_scores);
   const Tensor dropped = inputs.make({g.p.seed != nullptr ? T : 0, B, Tk}, &g.dropped);
   inputs.in.kernels->decode_backward(g, inputs.in.device, inputs.in.memory());
-  return {grad_gates,   grad_first,    grad_first_cell,
-          grad_queries, grad_contexts, torch::stable::transpose(grad_scores, 0, 1),
-          dropped};
+  return std::tuple{grad_gates,   grad_first,    grad_first_cell,
+                    grad_queries, grad_contexts, torch::stable::transpose(grad_scores, 0, 1),
+                    dropped};
 }
 
 // Whether what is queued goes into a CUDA graph, which knows no step to end at.
@@ -157,19 +134,13 @@ int64_t number_at(const void* address, void* stream) {
 }
 
 // left_out has no tokens: their biases are -inf. V is a multiple of 16.
-std::tuple<Tensor, Tensor> decode_greedy(
-    const Tensor& embedding, const Tensor& w_embedded, const Tensor& input_bias,
-    const Tensor& hidden, MaybeTensor cell, const Tensor& keys, MaybeTensor table,
-    MaybeTensor keys_max, const Tensor& values, MaybeTensor valid_lens, MaybeTensor mask,
-    const Tensor& w_query, const Tensor& w_v, const Tensor& w_context, const Tensor& w_input,
-    const Tensor& w_hidden, const Tensor& bias, const Tensor& w_dense, const Tensor& dense_bias,
-    const Tensor& left_out, int64_t first, int64_t last, int64_t blank, int64_t max_steps) {
+auto greedy_steps(const DecoderArguments& args, const GreedyArguments& of_tokens) {
+  const auto& [embedding, w_embedded, input_bias, w_dense, dense_bias, left_out, first, last, blank,
+               max_steps] = of_tokens;
   STD_TORCH_CHECK(max_steps > 0, "max_steps must be at least 1");
   STD_TORCH_CHECK(left_out.numel() == 0, "left_out must be empty for CUDA kernels");
   STD_TORCH_CHECK(embedding.dim() == 2 && w_embedded.dim() == 2, "embedding must be a matrix");
-  DecoderInputs inputs({hidden, keys, values, w_query, w_v, w_context, w_input, w_hidden, bias,
-                        cell, valid_lens, mask, table, keys_max},
-                       max_steps);
+  DecoderInputs inputs(args, max_steps);
   DecoderForward f{inputs.d};
   Greedy& greedy = f.greedy;
   const int64_t B = f.p.B, T = f.T, H = f.H, V = w_dense.size(0), E = embedding.size(1);
@@ -198,20 +169,19 @@ std::tuple<Tensor, Tensor> decode_greedy(
   greedy.whole = captures(stream);
   inputs.in.kernels->decode(f, inputs.in.device, inputs.in.memory());
   Tensor by_row = torch::stable::transpose(weights, 0, 1);
-  if (greedy.whole) return {tokens, by_row};
+  if (greedy.whole) return std::tuple{tokens, by_row};
   const int64_t taken = number_at(greedy.steps, stream);
-  return {torch::stable::narrow(tokens, 1, 0, taken), torch::stable::narrow(by_row, 1, 0, taken)};
+  return std::tuple{torch::stable::narrow(tokens, 1, 0, taken),
+                    torch::stable::narrow(by_row, 1, 0, taken)};
 }
 
-// Of many steps at once: weights and grad_scores (B,T,Tk), grad_context (B,T,Dv).
-std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
-    const Tensor& weights, MaybeTensor grad_context, const Tensor& grad_scores, int64_t needs,
-    const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-    MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table, MaybeTensor keys_max) {
-  Inputs in({queries, keys, values, w_v, valid_lens, mask, table, keys_max, kNone, 0.0, true});
+// Weights and grad_scores (B,T,Tk), grad_context (B,T,Dv).
+auto backward_keys(const AttentionArguments& args, const Tensor& weights,
+                   const MaybeTensor& grad_context, const Tensor& grad_scores, int64_t needs) {
+  Inputs in(args, Use::decoder);
   const Problem& p = in.problem;
   Tensor grad_keys = in.new_tensor({p.B, p.Tk, p.H}, in.dtype, needs & need_keys);
-  Tensor grad_w = in.new_tensor(gradient_shape(w_v, needs & need_w), in.dtype);
+  Tensor grad_w = in.new_tensor(gradient_shape(args.w_v, needs & need_w), in.dtype);
   Tensor grad_values = in.new_tensor({p.B, p.Tk, p.Dv}, in.dtype, needs & need_values);
   if ((needs & need_values) != 0 && grad_context.has_value())
     grad_values = cast(torch::stable::matmul(
@@ -219,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
                        in.dtype);
   else if ((needs & need_values) != 0)
     torch::stable::zero_(grad_values);
-  if ((needs & (need_keys | need_w)) == 0) return {grad_keys, grad_values, grad_w};
+  if ((needs & (need_keys | need_w)) == 0) return std::tuple{grad_keys, grad_values, grad_w};
   Backward g;
   g.p = p;
   const Tensor scores = packed(grad_scores);
@@ -228,14 +198,14 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward_keys(
   g.grad_keys = data_or_null(grad_keys, needs & need_keys);
   g.grad_w = data_or_null(grad_w, needs & need_w);
   in.kernels->grad_keys(g, in.device, in.memory());
-  return {grad_keys, grad_values, grad_w};
+  return std::tuple{grad_keys, grad_values, grad_w};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
-  m.impl("decode", TORCH_BOX(&decode));
-  m.impl("decode_greedy", TORCH_BOX(&decode_greedy));
-  m.impl("decode_backward", TORCH_BOX(&decode_backward));
-  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys));
+  m.impl("decode", TORCH_BOX(&decode<all_steps>));
+  m.impl("decode_greedy", TORCH_BOX(&decode_greedy<greedy_steps>));
+  m.impl("decode_backward", TORCH_BOX(&decode_backward<all_steps_backward>));
+  m.impl("attend_backward_keys", TORCH_BOX(&attend_backward_keys<backward_keys>));
 }
 
 }  // namespace

@@ -3,14 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <array>
-#include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "common/philox.h"
 #include "cuda/runtime/green_context.h"
+#include "cuda/runtime/launch.h"
 #include "products.h"
 #include "torch_cuda.h"
 
@@ -50,13 +48,6 @@ int index_of(const Tensor& queries) {
   return queries.get_device_index();
 }
 
-// Whether a tensor has this dtype and shape.
-bool is_of(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape) {
-  const auto sizes = tensor.sizes();
-  return tensor.scalar_type() == type &&
-         std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
-}
-
 }  // namespace
 
 Tensor in_vectors(const Tensor& tensor) {
@@ -68,15 +59,8 @@ Tensor in_vectors(const Tensor& tensor) {
 
 // Cached, but for what the stream decides.
 Device current_device(int index, const Kernels* kernels) {
-  static auto* const cache = new std::map<std::pair<int, const Kernels*>, Device>;
-  static auto* const lock = new std::mutex;
-  Device device;
-  {
-    const std::lock_guard<std::mutex> guard(*lock);
-    const auto cached = cache->find({index, kernels});
-    if (cached != cache->end()) device = cached->second;
-  }
-  if (device.multiprocessors == 0) {
+  Device device = cached(std::pair(index, kernels), [&] {
+    Device device;
     device.index = index;
     device.cluster = kernels->largest_cluster();
     const auto tells = [&](int* value, cudaDeviceAttr attribute) {
@@ -85,23 +69,22 @@ Device current_device(int index, const Kernels* kernels) {
     STD_TORCH_CHECK(tells(&device.multiprocessors, cudaDevAttrMultiProcessorCount) &&
                         tells(&device.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin),
                     "cuda:", index, " does not tell its properties");
-    const std::lock_guard<std::mutex> guard(*lock);
-    cache->insert({{index, kernels}, device});
-  }
+    return device;
+  });
   device.stream = current_stream(index);
   device.multiprocessors = multiprocessors_of(device.stream, device.multiprocessors);
   return device;
 }
 
-Inputs::Inputs(const AttentionArgs& args, bool in_launch, const MaybeTensor& projected_queries,
+Inputs::Inputs(const AttentionArguments& args, Use use, const MaybeTensor& projected_queries,
                const MaybeTensor& projected_keys)
     : device{index_of(args.queries)}, guard_(device.index) {
-  check(args);
+  check(args, use);
   device = current_device(device.index, kernels);
   const auto project = [&](const Tensor& rows, const Tensor& weight, const MaybeTensor& bias,
                            const MaybeTensor& projected, const char* name) {
     if (!projected.has_value() || projected->numel() == 0) return linear(rows, weight, bias);
-    check_like(*projected, name, {problem.B, rows.size(1), problem.H});
+    check_fits(*projected, dtype, {problem.B, rows.size(1), problem.H}, name);
     return *projected;
   };
   Problem& p = forward.p;
@@ -115,7 +98,7 @@ Inputs::Inputs(const AttentionArgs& args, bool in_launch, const MaybeTensor& pro
   p.w = owned_.back().const_data_ptr();
   p.queries = view_of(args.queries, owned_);
   if (!args.w_q.has_value()) return;
-  if (in_launch) {
+  if (use == Use::forward) {
     owned_.push_back(packed(*args.w_q));
     forward.w_q = owned_.back().const_data_ptr();
     forward.Dq = args.queries.size(2);
@@ -127,14 +110,12 @@ Inputs::Inputs(const AttentionArgs& args, bool in_launch, const MaybeTensor& pro
   p.queries = view_of(*projected, owned_);
 }
 
-void Inputs::check(const AttentionArgs& args) {
-  check_backend(args.backend);
+void Inputs::check(const AttentionArguments& args, Use use) {
   STD_TORCH_CHECK(!args.features.has_value() && !args.w_f.has_value() && args.activation == 0,
                   "features and w_f must be None and activation 0 for CUDA kernels");
   // An exponential is computed faster than it could be read.
   STD_TORCH_CHECK(!args.table.has_value() && !args.keys_max.has_value(),
                   "table and keys_max must be None for CUDA kernels");
-  STD_TORCH_CHECK(args.w_k.has_value() || !args.bias.has_value(), "bias must come with w_k");
   const auto same_device = [&](const Tensor& tensor, const char* name) {
     check_device(tensor, name);
   };
@@ -144,18 +125,28 @@ void Inputs::check(const AttentionArgs& args) {
                                args.w_q.has_value(), args.w_k.has_value(), same_device, &p);
   STD_TORCH_CHECK(kind != Kind::f64,
                   "queries must be float32, bfloat16 or float16 for CUDA kernels, got float64");
-  if (args.w_q.has_value()) check_like(*args.w_q, "w_q", {p.H, args.queries.size(2)});
-  if (args.w_k.has_value()) check_like(*args.w_k, "w_k", {p.H, args.keys.size(2)});
-  if (args.bias.has_value()) check_like(*args.bias, "bias", {p.H});
+  if (args.w_q.has_value()) check_fits(*args.w_q, dtype, {p.H, args.queries.size(2)}, "w_q");
+  if (args.w_k.has_value()) check_fits(*args.w_k, dtype, {p.H, args.keys.size(2)}, "w_k");
+  if (args.bias.has_value()) check_fits(*args.bias, dtype, {p.H}, "bias");
   kernels = kind == Kind::f32 ? &kernels_f32 : kind == Kind::bf16 ? &kernels_bf16 : &kernels_f16;
-  STD_TORCH_CHECK(args.of_decoder || kernels->serves(p), "CUDA kernels take at most ",
+  STD_TORCH_CHECK(use == Use::decoder || kernels->serves(p), "CUDA kernels take at most ",
                   kDecodeQueries, " queries and ", kDecodeHidden, " hidden units, got ", p.Tq,
                   " and ", p.H);
   if (args.dropout_p > 0.0) p.seed = seed_data(args.seed, same_device);
   p.threshold = dropout_threshold(args.dropout_p);
   p.scale = float(dropout_scale(args.dropout_p));
-  if (args.valid_lens.has_value()) set_lens(*args.valid_lens);
-  if (args.mask.has_value()) set_mask(*args.mask);
+  if (args.valid_lens.has_value()) {
+    const Tensor& lens = *args.valid_lens;
+    const bool by_query = lens_by_query(lens, p, same_device);
+    const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
+    p.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
+  }
+  if (args.mask.has_value()) {
+    const Tensor& mask = *args.mask;
+    check_mask(mask, p, same_device);
+    p.mask = {static_cast<const bool*>(mask.const_data_ptr()), mask.stride(0),
+              mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
+  }
 }
 
 void Inputs::check_device(const Tensor& tensor, const char* name) const {
@@ -165,18 +156,13 @@ void Inputs::check_device(const Tensor& tensor, const char* name) const {
                   device_of(tensor));
 }
 
-void Inputs::check_like(const Tensor& tensor, const char* name,
-                        std::initializer_list<int64_t> shape) const {
-  check_device(tensor, name);
-  STD_TORCH_CHECK(is_of(tensor, dtype, shape), name,
-                  " must have the shape that fits the others, and the dtype of queries");
-}
-
 void Inputs::check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
                         const char* name) const {
   check_device(tensor, name);
-  STD_TORCH_CHECK(is_of(tensor, type, shape), name,
-                  " must have the shape and dtype that fit the others");
+  const auto sizes = tensor.sizes();
+  STD_TORCH_CHECK(tensor.scalar_type() == type &&
+                      std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end()),
+                  name, " must have the shape and dtype that fit the others");
 }
 
 const void* Inputs::data_of(const Tensor& tensor, ScalarType type,
@@ -199,25 +185,6 @@ View Inputs::view_like(const MaybeTensor& tensor, ScalarType type, const char* n
   if (!tensor.has_value()) return {};
   check_device(*tensor, name);
   return bahdanau_fast::view_like(*tensor, type, name, {problem.B, problem.Tq, columns}, owned_);
-}
-
-void Inputs::set_lens(const Tensor& lens) {
-  Problem& p = forward.p;
-  const bool by_query = lens_by_query(
-      lens, p, [&](const Tensor& tensor, const char* name) { check_device(tensor, name); });
-  const LenType type = with_type_of(lens, "valid_lens", [](auto x) { return len_type(x); });
-  p.lens = {lens.const_data_ptr(), type, lens.stride(0), by_query ? lens.stride(1) : 0};
-}
-
-void Inputs::set_mask(const Tensor& mask) {
-  Problem& p = forward.p;
-  check_device(mask, "mask");
-  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.dim() == 3 &&
-                      mask.size(0) == p.B && (mask.size(1) == 1 || mask.size(1) == p.Tq) &&
-                      mask.size(2) == p.Tk,
-                  "mask must be bool, (B, 1, Tk) or (B, Tq, Tk)");
-  p.mask = {static_cast<const bool*>(mask.const_data_ptr()), mask.stride(0),
-            mask.size(1) == 1 ? 0 : mask.stride(1), mask.stride(2)};
 }
 
 Tensor Inputs::new_tensor(const std::vector<int64_t>& shape, ScalarType type, bool wanted) const {

@@ -8,22 +8,14 @@
 #include <vector>
 
 #include "common/limits.h"
-#include "common/tensors.h"
+#include "common/operators.h"
 #include "cuda/kernels/types.h"
 
 namespace bahdanau_fast::gpu {
 
-inline const MaybeTensor kNone;
-
-// The arguments of an attention, by the names that they have in bahdanau_fast/ops.
-struct AttentionArgs {
-  const Tensor &queries, &keys, &values, &w_v;
-  const MaybeTensor &valid_lens, &mask, &table, &keys_max, &seed;
-  double dropout_p;
-  bool of_decoder;  // any number of queries and of hidden units
-  const MaybeTensor &w_q = kNone, &w_k = kNone, &bias = kNone, &features = kNone, &w_f = kNone;
-  int64_t activation = 0, backend = 0;
-};
+// A forward alone may project the queries in its launch, where that pays; a decoder has any number
+// of queries and of hidden units.
+enum class Use { forward, with_gradients, decoder };
 
 // The tensor itself, or a copy whose rows can be read 16 bytes at a time.
 Tensor in_vectors(const Tensor& tensor);
@@ -32,14 +24,13 @@ Tensor in_vectors(const Tensor& tensor);
 Device current_device(int index, const Kernels* kernels);
 
 // A Forward without results, and the tensors it points to. Every argument is checked. Queries and
-// keys are projected by torch; queries by the launch, with `in_launch`, where it pays. While it
-// lives, its GPU is the current one. It has to live until the launches are queued: then the
-// allocator reuses their memory in the order of the stream.
+// keys are projected by torch, unless the launch does it. While it lives, its GPU is the current
+// one. It has to live until the launches are queued: then the allocator reuses their memory in the
+// order of the stream.
 struct Inputs {
   // Projections that are not empty are used as they are.
-  explicit Inputs(const AttentionArgs& args, bool in_launch = false,
-                  const MaybeTensor& projected_queries = kNone,
-                  const MaybeTensor& projected_keys = kNone);
+  Inputs(const AttentionArguments& args, Use use, const MaybeTensor& projected_queries = kNone,
+         const MaybeTensor& projected_keys = kNone);
 
   // Weights or an incoming gradient: (B, Tq, columns) of this dtype, or none.
   View view_like(const MaybeTensor& tensor, ScalarType type, const char* name, int64_t columns);
@@ -63,14 +54,10 @@ struct Inputs {
   MaybeTensor projected;  // queries, where torch has projected them
 
  private:
-  void check(const AttentionArgs& args);
+  void check(const AttentionArguments& args, Use use);
   void check_device(const Tensor& tensor, const char* name) const;
-  void check_like(const Tensor& tensor, const char* name,
-                  std::initializer_list<int64_t> shape) const;
   void check_fits(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape,
                   const char* name) const;
-  void set_lens(const Tensor& lens);
-  void set_mask(const Tensor& mask);
 
   torch::stable::accelerator::DeviceGuard guard_;
   std::vector<Tensor> owned_;

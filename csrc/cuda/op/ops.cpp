@@ -23,25 +23,18 @@ Tensor new_counts(Inputs& in, const MaybeTensor& lens, const MaybeTensor& mask) 
   return counts;
 }
 
-// Without w_q or w_k queries or keys are projected already. A recorded call also returns what
-// backward takes; unused results have no elements. Backward projects the keys again, since a loop
-// would save them at every step.
+// A recorded call also returns what backward takes; unused results have no elements. Backward
+// projects the keys again, since a loop would save them at every step.
 template <bool recorded>
-auto attention(const Tensor& queries, const Tensor& keys, const Tensor& values, const Tensor& w_v,
-               MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias, MaybeTensor features,
-               MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask, MaybeTensor table,
-               MaybeTensor keys_max, MaybeTensor seed, double dropout_p, int64_t activation, double,
-               bool need_weights, bool, int64_t backend, bool narrow) {
-  Inputs in({queries, keys, values, w_v, valid_lens, mask, table, keys_max, seed, dropout_p, false,
-             w_q, w_k, bias, features, w_f, activation, backend},
-            !recorded);
+auto attend(const AttentionArguments& args, bool need_weights, bool, bool narrow) {
+  Inputs in(args, recorded ? Use::with_gradients : Use::forward);
   const Problem& p = in.problem;
   need_weights |= recorded;
   Tensor context = in.new_tensor({p.B, p.Tq, p.Dv}, in.dtype);
   Tensor weights =
       in.new_tensor({p.B, p.Tq, p.Tk}, narrow ? in.dtype : ScalarType::Float, need_weights);
   MaybeTensor counts;
-  if constexpr (recorded) counts = new_counts(in, valid_lens, mask);
+  if constexpr (recorded) counts = new_counts(in, args.valid_lens, args.mask);
   in.forward.context = context.mutable_data_ptr();
   in.forward.weights = data_or_null(weights, need_weights);
   in.forward.narrow = narrow;
@@ -104,27 +97,21 @@ void in_several(Inputs& in, Backward g, const Tensor& values, const MaybeTensor&
   if (through_tanh) in.kernels->grad_keys(g, in.device, in.memory());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTensor projected_keys,
-                   MaybeTensor grad_context, MaybeTensor grad_weights, int64_t needs,
-                   const Tensor& queries, const Tensor& keys, const Tensor& values,
-                   const Tensor& w_v, MaybeTensor w_q, MaybeTensor w_k, MaybeTensor bias,
-                   MaybeTensor features, MaybeTensor w_f, MaybeTensor valid_lens, MaybeTensor mask,
-                   MaybeTensor table, MaybeTensor keys_max, MaybeTensor seed, double dropout_p,
-                   int64_t activation, double, int64_t backend) {
-  Inputs in({queries, keys, values, w_v, valid_lens, mask, table, keys_max, seed, dropout_p, false,
-             w_q, w_k, bias, features, w_f, activation, backend},
-            false, projected_queries, projected_keys);
+auto attend_backward(const AttentionArguments& args, const BackwardArguments& of_backward) {
+  const auto& [weights, projected_queries, projected_keys, grad_context, grad_weights, needs] =
+      of_backward;
+  Inputs in(args, Use::with_gradients, projected_queries, projected_keys);
   const Problem& p = in.problem;
-  const auto needed = [&](const MaybeTensor& input, int64_t bit) {
-    return input.has_value() && (needs & bit) != 0;
+  const auto needed = [bits = needs](const MaybeTensor& input, int64_t bit) {
+    return input.has_value() && (bits & bit) != 0;
   };
-  const Needed q_needs{(needs & need_queries) != 0, needed(w_q, need_w_q), false};
-  const Needed k_needs{(needs & need_keys) != 0, needed(w_k, need_w_k), needed(bias, need_bias)};
+  const Needed q_needs{(needs & need_queries) != 0, needed(args.w_q, need_w_q), false};
+  const Needed k_needs{(needs & need_keys) != 0, needed(args.w_k, need_w_k),
+                       needed(args.bias, need_bias)};
   Tensor grad_q = in.new_tensor({p.B, p.Tq, p.H}, in.dtype, any(q_needs));
   Tensor grad_k = in.new_tensor({p.B, p.Tk, p.H}, in.dtype, any(k_needs));
   Tensor grad_values = in.new_tensor({p.B, p.Tk, p.Dv}, in.dtype, needs & need_values);
-  Tensor grad_w = in.new_tensor(gradient_shape(w_v, needs & need_w), in.dtype);
+  Tensor grad_w = in.new_tensor(gradient_shape(args.w_v, needs & need_w), in.dtype);
   const ScalarType type = weights.scalar_type() == in.dtype ? in.dtype : ScalarType::Float;
   Backward g;
   g.p = p;
@@ -142,16 +129,17 @@ attention_backward(const Tensor& weights, MaybeTensor projected_queries, MaybeTe
   if (p.empty())
     torch::stable::zero_(grad_values);
   else if (!in.kernels->backward(g, in.device, in.memory()))
-    in_several(in, g, values, grad_context, &grad_values);
-  const Grads q = through_projection(in, grad_q, queries, w_q, q_needs);
-  const Grads k = through_projection(in, grad_k, keys, w_k, k_needs);
-  return {q.rows, k.rows, grad_values, grad_w, q.weight, k.weight, k.bias, in.none(), in.none()};
+    in_several(in, g, args.values, grad_context, &grad_values);
+  const Grads q = through_projection(in, grad_q, args.queries, args.w_q, q_needs);
+  const Grads k = through_projection(in, grad_k, args.keys, args.w_k, k_needs);
+  return std::tuple{q.rows,   k.rows, grad_values, grad_w,   q.weight,
+                    k.weight, k.bias, in.none(),   in.none()};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CUDA, m) {
-  m.impl("attention", TORCH_BOX(&attention<false>));
-  m.impl("attention.recorded", TORCH_BOX(&attention<true>));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention", TORCH_BOX(&attention<attend<false>>));
+  m.impl("attention.recorded", TORCH_BOX(&attention<attend<true>>));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward<attend_backward>));
 }
 
 }  // namespace

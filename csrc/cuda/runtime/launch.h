@@ -4,8 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -36,24 +36,34 @@ inline void check_cuda(cudaError_t error, const char* name) {
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
 }
 
+// What make() gave when the key was first asked for. It runs without the lock, perhaps in several
+// threads at once: it may wait for another lock, such as an interpreter's.
+template <class Key, class Make>
+auto cached(const Key& key, const Make& make) {
+  static auto* const results = new std::map<Key, decltype(make())>;
+  static auto* const lock = new std::mutex;
+  {
+    const std::lock_guard<std::mutex> guard(*lock);
+    const auto at = results->find(key);
+    if (at != results->end()) return at->second;
+  }
+  const auto result = make();
+  const std::lock_guard<std::mutex> guard(*lock);
+  return results->emplace(key, result).first->second;
+}
+
 // Lets every launch of a kernel on the current GPU have up to `most` bytes of shared memory.
 // That is a property of the kernel there, not of a launch: asking for what one launch needs would
 // take from another thread's, and from graphs. So it is set once, and always to the same.
 template <class P>
 void allow_shared_memory(void (*kernel)(P), const char* name, int64_t most = kSharedLimit) {
-  static auto* const allowed = new std::set<std::pair<int, void (*)(P)>>;
-  static auto* const lock = new std::mutex;
   int device = 0;
   check_cuda(cudaGetDevice(&device), name);
-  {
-    const std::lock_guard<std::mutex> guard(*lock);
-    if (allowed->count({device, kernel}) != 0) return;
-  }
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(most)),
-             name);
-  const std::lock_guard<std::mutex> guard(*lock);
-  allowed->insert({device, kernel});
+  cached(std::pair(device, kernel), [&] {
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    check_cuda(cudaFuncSetAttribute(kernel, attribute, static_cast<int>(most)), name);
+    return true;
+  });
 }
 
 // A launch as the runtime takes it.
