@@ -46,24 +46,18 @@ class Source(NamedTuple):
         by_version: bool = False,
     ) -> Source:
         """Take the state before the projection, without bytes if nothing is derived from them."""
-        tensors = _present(keys, weight, bias)
+        tensors = [t for t in (keys, weight, bias) if t is not None]
         state: tuple[object, ...] = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             checks.autocast_dtype(keys.device),
             backend,
-            *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
+            [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors],
             # Identity, for the gradient: a leaf lives as long as a graph node that leads to it.
-            *((id(t), t.output_nr) if t.requires_grad else None for t in tensors),
-            tuple(t._version for t in tensors)
-            if by_version
-            else fingerprint.now(keys, weight, bias),
+            [(id(t), t.output_nr) if t.requires_grad else None for t in tensors],
+            [t._version for t in tensors] if by_version else fingerprint.now(keys, weight, bias),
         )
         return cls(keys, weight, bias, state)
-
-
-def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def may_share(keys: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -110,7 +104,8 @@ class _Entry:
             return False
         if self.saved is None:
             return source.weight is not None or self.projected() is source.keys
-        saved, grad_fns = self.saved(), tuple(t.grad_fn for t in _present(*source[:3]))
+        saved = self.saved()
+        grad_fns = tuple(t.grad_fn for t in source[:3] if t is not None)
         return saved is not None and saved.is_current and saved.grad_fns == grad_fns
 
 

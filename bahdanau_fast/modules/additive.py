@@ -178,16 +178,10 @@ class AdditiveAttention(Additive):
             keys = project_if_changed("keys", keys, self._modules[self._key_layer], w_k, self.bias)
             layer = self._modules[self._query_layer]
             queries = project_if_changed("queries", queries, layer, w_q)
+        cache = self._cache if self.cache_keys and w_k is not None else None
+        hint = self._explain if usual else None
         call = self._call(
-            parts,
-            queries,
-            keys,
-            values,
-            valid_lens,
-            mask,
-            cache=self._cache if self.cache_keys and w_k is not None else None,
-            shape=shape,
-            explain=self._explain if usual else None,
+            parts, queries, keys, values, valid_lens, mask, cache=cache, shape=shape, explain=hint
         )
         context, weights = run.attend(call)
         keep(self, weights, context)

@@ -166,6 +166,7 @@ class Additive(Attention):
         if self.bias is not None:
             checks.same_kind("keys", keys, "the module's bias", self.bias)
         backend = backends.resolve(keys.device, dtype=keys.dtype)
+        remembers_keys = backends.BACKENDS[backend].remembers_keys
         weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
         backwards = token = None
         shared = shared or not self._reads_table
@@ -184,9 +185,9 @@ class Additive(Attention):
         projected = projected._replace(backwards=backwards, token=token)
         if not shared:
             return projected, None
-        if w_v is not None and (reads_table or (backwards is not None and backend == "cpu")):
+        if w_v is not None and (reads_table or (backwards is not None and remembers_keys)):
             projected = projected.share(values, w_v, reads_table)
-        return projected, Maker.of(self, weight if backend == "cpu" else None, self.bias)
+        return projected, Maker.of(self, weight if remembers_keys else None, self.bias)
 
     def _shared(self, memory: Memory) -> Memory:
         w_v = plain_weight(self._modules[self._score_layer])

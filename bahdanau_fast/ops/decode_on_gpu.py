@@ -215,10 +215,9 @@ def backward(
 
     ``needs`` has the bits of keys, values and w_v.
     """
-    a, lstm = arguments, arguments.cell is not None
-    states, queries = results.states, results.queries
+    a, lstm, queries = arguments, arguments.cell is not None, results.queries
     grad_features, grad_hidden, grad_cell, grad_weights = grads
-    layers, units = len(states), states.shape[3]
+    layers, _, _, units = results.states.shape
     zeros = torch.zeros_like(a.hidden)
     h = list((zeros if grad_hidden is None else grad_hidden).unbind(0))
     c = list((zeros if grad_cell is None else grad_cell).unbind(0))
@@ -258,12 +257,9 @@ def backward(
         reset_and_update, new = grad_gates.split([2 * units, units], -1)
         on_hidden = _by_layer([steps[::-1] for steps in on_new])
         grad_gates = torch.cat((new, reset_and_update, on_hidden), -1)
+    grad_queries = torch.stack(on_queries[::-1])
     return StepGrads(
-        grad_gates,
-        torch.stack(h),
-        torch.stack(c),
-        torch.stack(on_queries[::-1]),
-        *attention.memory_grads(queries),
+        grad_gates, torch.stack(h), torch.stack(c), grad_queries, *attention.memory_grads(queries)
     )
 
 

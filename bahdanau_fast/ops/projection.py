@@ -157,7 +157,7 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype is torch.float32
         and weight.dtype is torch.float32
-        and x.device.type == "cpu"
+        and x.is_cpu
         # Subclasses (DTensor, FakeTensor) and whatever traces or transforms know F.linear only.
         and type(x) is Tensor
         and type(weight) in (Tensor, Parameter)

@@ -50,10 +50,9 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
     files = () if overwrite else ("attention.png", "loss.png", "demo.json")
     check_folder(out, "demo", files, "--overwrite replaces it")
     out.mkdir(parents=True, exist_ok=True)
-    full = sizes == DemoSizes()
+    full, fused = sizes == DemoSizes(), backends.resolve(torch.device("cpu"))
     if not full:
         print("a smoke run: too small to learn dates, so its translations are not judged")
-    fused = backends.resolve(torch.device("cpu"))
     print(f"attention backend: {fused}")
     if fused == "reference":
         print("the fused backend is not there: this run compares the reference with itself")
@@ -72,29 +71,19 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
     trained = time.perf_counter() - start
     print(f"trained in {trained:.1f} s, {history.tokens_per_second:,.0f} target tokens/s\n")
 
-    texts, tensors = [example.text for example in held_out], pairs.tensors
-    source_steps, target_steps = tensors.source.shape[1], tensors.target.shape[1]
-    vocabs = (pairs.source_vocab, pairs.target_vocab)
-    translations = translate(model, texts, *vocabs, source_steps, target_steps)
+    texts, vocabs = [example.text for example in held_out], (pairs.source_vocab, pairs.target_vocab)
+    steps_of_both = pairs.tensors.source.shape[1], pairs.tensors.target.shape[1]
+    translations = translate(model, texts, *vocabs, *steps_of_both)
     exact = _report_translations(translations, held_out, settings.seed, full)
 
     steps = min(sizes.compared_steps, len(history.losses))
-    compared = compare_training(pairs, settings, [fused, "reference"], steps)
-    seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
-    difference = relative_difference(history.losses[:steps], compared["reference"].history.losses)
+    difference, compared = _compare(pairs, settings, fused, history.losses[:steps])
     agree = difference <= LOSS_GOAL
-    alone = time_attention(pairs, settings, list(seconds), steps)
-    print("a training step, and its attention alone, step by step, taking turns (medians):")
-    for name, taken in seconds.items():
-        print(f"  {name:<12}{taken * 1e3:>9.2f} ms{alone[name] * 1e3:>9.2f} ms")
-    print("attention is a part of a step, small on short dates; it grows with the source")
-
     good = exact >= EXACT_MATCH_GOAL or not full
-    verdict = ("PASS" if good else "FAIL") if full else "----"
     goal = f"goal {EXACT_MATCH_GOAL:.0%}" if full else "not judged in a smoke run"
-    print(f"{verdict}  exact match {exact:.1%} ({goal})")
+    print(f"{_verdict(good) if full else '----'}  exact match {exact:.1%} ({goal})")
     print(
-        f"{'PASS' if agree else 'FAIL'}  largest relative difference of the losses over "
+        f"{_verdict(agree)}  largest relative difference of the losses over "
         f"{steps} steps: {difference:.1e} (goal {LOSS_GOAL:.0e})"
     )
 
@@ -105,26 +94,51 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
         "train_seconds": trained,
         "tokens_per_second": history.tokens_per_second,
         "backend": fused,
-        "compared_steps": steps,
-        "loss_max_relative_difference": difference,
-        "median_step_seconds": seconds,
-        "median_attention_seconds": alone,
+        **compared,
         "passed": good and agree,
         "settings": dataclasses.asdict(settings),
         "sizes": dataclasses.asdict(sizes),
-        "versions": {
-            "bahdanau_fast": bahdanau_fast.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "threads": torch.get_num_threads(),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "versions": _versions(),
         "losses": history.losses,
     }
     (out / "demo.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(f"wrote attention.png, loss.png and demo.json to {out}{os.sep}")
     return good and agree
+
+
+def _verdict(good: bool) -> str:
+    return "PASS" if good else "FAIL"
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "bahdanau_fast": bahdanau_fast.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _compare(
+    pairs: Pairs, settings: Settings, fused: str, losses: Sequence[float]
+) -> tuple[float, dict[str, Any]]:
+    """How far the reference's losses are from these, and what steps took with each backend."""
+    compared = compare_training(pairs, settings, [fused, "reference"], len(losses))
+    seconds = {name: median(trainer.history.seconds) for name, trainer in compared.items()}
+    alone = time_attention(pairs, settings, list(seconds), len(losses))
+    print("a training step, and its attention alone, step by step, taking turns (medians):")
+    for name, taken in seconds.items():
+        print(f"  {name:<12}{taken * 1e3:>9.2f} ms{alone[name] * 1e3:>9.2f} ms")
+    print("attention is a part of a step, small on short dates; it grows with the source")
+    difference = relative_difference(losses, compared["reference"].history.losses)
+    return difference, {
+        "compared_steps": len(losses),
+        "loss_max_relative_difference": difference,
+        "median_step_seconds": seconds,
+        "median_attention_seconds": alone,
+    }
 
 
 def compare_training(
