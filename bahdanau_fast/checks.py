@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: What may be applied to the sum inside a score.
-ACTIVATIONS = ("tanh", "relu", "leaky_relu")
+ACTIVATIONS = ("tanh", "relu", "leaky_relu", "sigmoid")
 #: What lengths may be, beside floating.
 INTEGER = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),

@@ -86,7 +86,7 @@ def additive_attention(
         need_weights: return the weights too.
         features: (B,Tk,C), of the keys, dtype of queries; optional.
         w_f: (H,C); with features.
-        activation: "tanh", "relu" or "leaky_relu".
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid".
         negative_slope: of leaky_relu.
         backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest available one.
 
@@ -175,7 +175,7 @@ def additive_scores(
         bias: (H,), optional; without ``w_k`` it is added to the keys in every call.
         features: (B,Tk,C), of the keys; optional.
         w_f: (H,C); with features.
-        activation: "tanh", "relu" or "leaky_relu".
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid".
         negative_slope: of leaky_relu.
         clip: scores u become ``clip * tanh(u)``.
         backend: "cpu" or "reference"; None takes the fastest available one.

@@ -41,7 +41,7 @@ class Inside(NamedTuple):
     Attributes:
         features: f, (B,Tk,C), or None.
         w_f: (H,C); with features.
-        activation: "tanh", "relu" or "leaky_relu".
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid".
         negative_slope: of leaky_relu.
     """
 
@@ -135,6 +135,8 @@ def _activate(x: Tensor, inside: Inside) -> Tensor:
         return F.relu(x)
     if inside.activation == "leaky_relu":
         return F.leaky_relu(x, inside.negative_slope)
+    if inside.activation == "sigmoid":
+        return torch.sigmoid(x)
     return torch.tanh(x)
 
 
@@ -227,7 +229,7 @@ def additive_attention(
         need_weights: also return the weights.
         features: (B,Tk,C), of the keys; optional.
         w_f: (H,C); with features.
-        activation: "tanh", "relu" or "leaky_relu".
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid".
         negative_slope: of leaky_relu.
 
     Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import TANH, TWO_LOG2_E, four_of, held, product, relu, sum_of_four, tanh_precise
+from .elementary import TANH, TWO_LOG2_E, act, four_of, held, product, sum_of_four, tanh_precise
 from .masking import finite, inverse_of, last_seen, load_valid_len, raise_maximum, survivors
 from .tiles import VARYING, load_row, load_tile, program_blocks
 
@@ -140,7 +140,7 @@ def row_scores(
     """
     zero = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
     if ACTIVATION != TANH:
-        s = tl.sum(tl.fma(relu(c + a, slope, ACTIVATION), w + zero, zero), axis=1)
+        s = tl.sum(tl.fma(act(c + a, slope, ACTIVATION), w + zero, zero), axis=1)
     elif PRECISE:
         s = tl.sum(tl.fma(tanh_precise(c + a), w + zero, zero), axis=1)
     else:

@@ -21,7 +21,7 @@ LARGEST = tl.constexpr(31.0)
 # |c| up to which 1 + tanh(a) tanh(c) is at least 0.24, whatever a is.
 SMALL = tl.constexpr(1.0)
 # Activations, by index in bahdanau_fast.checks.
-TANH, RELU = tl.constexpr(0), tl.constexpr(1)
+TANH, RELU, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(3)
 # |a| + |c| up to which exp(2 a) exp(2 c) keeps to them: x log(2) / 2.
 NEAR_FOUR, NEAR_TWO = tl.constexpr(10.7), tl.constexpr(21.4)
 
@@ -93,9 +93,12 @@ def tanh_precise(z):
 
 
 @triton.jit
-def relu(z, slope, ACTIVATION: tl.constexpr):
-    """ReLU of z, or leaky ReLU; NaN of NaN."""
-    return tl.where(z <= 0.0, 0.0 if ACTIVATION == RELU else slope * z, z)
+def act(z, slope, ACTIVATION: tl.constexpr):
+    """ReLU of z, leaky ReLU or sigmoid; NaN of NaN."""
+    if ACTIVATION == SIGMOID:
+        return 1.0 / (1.0 + tl.exp2(z * (-0.5 * TWO_LOG2_E)))
+    else:
+        return tl.where(z <= 0.0, 0.0 if ACTIVATION == RELU else slope * z, z)
 
 
 @triton.jit
@@ -107,8 +110,11 @@ def near_zero(z, away):
 @triton.jit
 def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
     """The activation of z and its slope, for any magnitude."""
-    if ACTIVATION != TANH:
-        t = relu(z, slope, ACTIVATION)
+    if ACTIVATION == SIGMOID:
+        t = act(z, slope, ACTIVATION)
+        u = t * (1.0 - t)
+    elif ACTIVATION != TANH:
+        t = act(z, slope, ACTIVATION)
         u = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
     else:
         e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import NEAR_FOUR, SMALL, TANH, largest_of, of_tile, relu, sum_of_four, tanh_precise
+from .elementary import NEAR_FOUR, SMALL, TANH, act, largest_of, of_tile, sum_of_four, tanh_precise
 from .masking import load_valid_len
 from .tiles import VARYING, program_blocks, two_rows, two_tiles
 
@@ -88,10 +88,10 @@ def scores_kernel(
                 else:
                     e0, e1 = two_rows(a, h, H)
                     e2, e3 = two_rows(a, upper, H)
-                    v0 = w0 * relu(c0 + e0, slope, ACTIVATION)
-                    v1 = w1 * relu(c1 + e1, slope, ACTIVATION)
-                    v2 = w2 * relu(c2 + e2, slope, ACTIVATION)
-                    v3 = w3 * relu(c3 + e3, slope, ACTIVATION)
+                    v0 = w0 * act(c0 + e0, slope, ACTIVATION)
+                    v1 = w1 * act(c1 + e1, slope, ACTIVATION)
+                    v2 = w2 * act(c2 + e2, slope, ACTIVATION)
+                    v3 = w3 * act(c3 + e3, slope, ACTIVATION)
                     part = tl.sum((v0 + v1) + (v2 + v3), axis=1)
                 tl.store(out, before + part, mask=inside)
         # The next hidden units add to scores that other threads stored.

@@ -19,7 +19,7 @@ from torch import Tensor
 __all__ = ["ACTIVATIONS", "SIZED", "Graph", "Node", "NotFusable", "Ref", "SmallSizes", "State",
            "Value", "mapped", "require", "state", "tensors"]  # fmt: skip
 
-ACTIVATIONS = {"tanh", "relu", "leaky_relu"}
+ACTIVATIONS = {"tanh", "relu", "leaky_relu", "sigmoid"}
 # Functions that take of their first tensor its shape, dtype or device alone.
 _LIKE = {"ones_like", "zeros_like", "full_like", "new_full", "new_tensor"}
 _PRIME = 101  # the first number of a size that is a symbol

@@ -52,7 +52,7 @@ class AdditiveAttention(Additive):
         bias: add a learnt (H,) bias inside the tanh.
         cache_keys: reuse the projection of an unchanged ``keys`` tensor; False: project at each
             call.
-        activation: "tanh", "relu" or "leaky_relu", in the place of the tanh.
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid", in the place of the tanh.
         negative_slope: of leaky_relu.
         device: of the parameters.
         dtype: of the parameters.

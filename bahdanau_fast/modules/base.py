@@ -139,7 +139,7 @@ class Additive(Attention):
 
     @property
     def activation(self) -> str:
-        """Of the scores: "tanh", "relu" or "leaky_relu"."""
+        """Of the scores: "tanh", "relu", "leaky_relu" or "sigmoid"."""
         return self._inside.activation
 
     @property

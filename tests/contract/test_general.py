@@ -107,7 +107,7 @@ MODULES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", MODULES)
-@pytest.mark.parametrize("form", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("form", ["relu", "leaky_relu", "sigmoid"])
 def test_modules(form, how, dtype, backend):
     # Of so many rows that single steps are computed in fp32, too.
     case = Case(**LARGE | {"B": 30, "Tq": 3}, **FORMS[form], lens=torch.arange(30) * 2)
@@ -232,7 +232,7 @@ def test_slopes_at_zero(activation, slope, dtype, backend):
 # ---- what PyTorch does with them -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["features", "leaky_relu"])
+@pytest.mark.parametrize("form", ["features", "leaky_relu", "sigmoid"])
 @pytest.mark.parametrize("of", ["scores", "attention", "masked attention"])
 def test_gradcheck_and_second_derivatives(form, of):
     case = replace(Case(**FORMS[form]), C=FORMS[form].get("C", 0) and 2)

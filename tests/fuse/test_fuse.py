@@ -37,7 +37,7 @@ def test_a_formula_names_queries_and_keys():
 
 
 def test_the_report_prints_as_a_table():
-    other = STYLES["join_sigmoid"]
+    other = STYLES["join_gelu"]
     module = other.make()
     kind = type(module)
     model = nn.ModuleDict(

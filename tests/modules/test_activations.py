@@ -1,4 +1,4 @@
-"""AdditiveAttention with ReLU and leaky ReLU: what it projects, adds up, keeps, and says.
+"""AdditiveAttention with ReLU, leaky ReLU and sigmoid: what it projects, adds up, keeps, and says.
 
 Its numbers are in tests/contract/test_general.py, and what may change between two calls is among
 the ways of test_ways.py and test_sequences.py.
@@ -18,6 +18,7 @@ B, TK, DK, DQ, DV, H = 3, 53, 17, 5, 7, 64
 FORMS = {
     "relu": {"activation": "relu"},
     "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.3},
+    "sigmoid": {"activation": "sigmoid"},
 }
 
 

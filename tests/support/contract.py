@@ -162,6 +162,8 @@ FORMS = {
     "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
     "leaky_relu upside down": {"activation": "leaky_relu", "negative_slope": -1.5},
     "relu of features": {"C": 3, "activation": "relu"},
+    "sigmoid": {"activation": "sigmoid"},
+    "sigmoid of features": {"C": 3, "activation": "sigmoid"},
 }
 
 

@@ -51,7 +51,8 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
         scales = SCALES.filter(lambda scale: scale <= 100)
         # A slope that jumps where a sum in 16 bits is zero or nearly so is a matter of luck, and so
         # is, at 1e4, which unit of a thousand a rounded projection leaves unsaturated.
-        kinds = ["tanh", "tanh", "relu", "leaky_relu"] if dtype.itemsize > 2 else ["tanh"]
+        kinds = ["tanh", "tanh", "sigmoid"]
+        kinds += ["relu", "leaky_relu"] if dtype.itemsize > 2 else []
         form["activation"] = draw(st.sampled_from(kinds))
         form["C"] = draw(st.sampled_from([1, 3, 10, 33] + [0] * (form["activation"] != "tanh")))
     some = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))

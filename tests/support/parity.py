@@ -229,6 +229,9 @@ def _activated(case, z):
     if case.activation == "tanh":
         decay = np.exp(-2 * np.abs(z))
         return np.tanh(z), 4 * decay / (1 + decay) ** 2
+    if case.activation == "sigmoid":
+        decay = np.exp(-np.abs(z))
+        return np.where(z > 0, 1, decay) / (1 + decay), decay / (1 + decay) ** 2
     low = case.negative_slope if case.activation == "leaky_relu" else 0.0
     slope = np.where(z > 0, np.longdouble(1), np.longdouble(low))
     return z * slope, slope

@@ -167,6 +167,7 @@ PARTS = {
         "relu_in_place": lambda q, k: (q[:, None] + k).relu_(),
         "module_tanh": lambda q, k: nn.Tanh()(k + q.unsqueeze(1)),
         "leaky_relu": lambda q, k: F.leaky_relu(q.unsqueeze(1) + k, 0.2),
+        "sigmoid": lambda q, k: torch.sigmoid(q.unsqueeze(1) + k),
         "expanded": lambda q, k: (q.unsqueeze(1).expand(B, TK, H) + k).tanh(),
         "broadcast": lambda q, k: torch.add(*torch.broadcast_tensors(q[:, None], k)).tanh(),
         "repeated": lambda q, k: torch.tanh(q.unsqueeze(1).repeat(1, TK, 1) + k),
@@ -232,7 +233,6 @@ LEFT = {
     "join": {
         NONE: {
             # An activation that is not served, or not of the sum, or of something else.
-            "sigmoid": lambda q, k: torch.sigmoid(q[:, None] + k),
             "gelu": lambda q, k: F.gelu(q[:, None] + k),
             "of_each": lambda q, k: torch.tanh(q)[:, None] + torch.tanh(k),
             "layer_norm": lambda q, k: F.layer_norm(q[:, None] + k, (H,)).tanh(),

@@ -23,7 +23,7 @@ struct Range<double> {
 constexpr double kShiftLimit = 0.5;
 
 // What is applied to the sum inside a score; the numbers are those of checks.ACTIVATIONS.
-enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2 };
+enum class Activation : int { tanh = 0, relu = 1, leaky_relu = 2, sigmoid = 3 };
 
 // What a score has inside beside query and key; sums/scores.h computes it.
 struct Inside {

@@ -221,8 +221,8 @@ void Inputs::set_features(const Tensor& features, const Tensor& w_f) {
 void Inputs::set_inside(const AttentionArguments& args) {
   Problem& p = problem;
   Inside& g = p.inside;
-  STD_TORCH_CHECK(args.activation >= 0 && args.activation <= 2,
-                  "activation must be 0 (tanh), 1 (relu) or 2 (leaky_relu)");
+  STD_TORCH_CHECK(args.activation >= 0 && args.activation <= 3,
+                  "activation must be 0 (tanh), 1 (relu), 2 (leaky_relu) or 3 (sigmoid)");
   STD_TORCH_CHECK(args.features.has_value() == args.w_f.has_value(),
                   "features and w_f must be given together");
   g.activation = static_cast<Activation>(args.activation);

@@ -51,9 +51,9 @@ constexpr int kScoreVectors = 4, kScoreKeys = 2;
 template <class A, Activation act>
 BF_INLINE void add_weighted(const Vec<A>* x, const Vec<A>* w, A negative, Vec<A>* total) {
   constexpr int K = kScoreKeys, V = kScoreVectors;
-  if constexpr (act == Activation::tanh) {
+  if constexpr (act == Activation::tanh || act == Activation::sigmoid) {
     Fraction<A> f[K * V];
-    tanh_fractions<A, K * V>(x, f);
+    fractions<A, act, K * V>(x, f);
     for (int i = 0; i < K * V; ++i) f[i].n *= w[i % V];
     for (int k = 0; k < K; ++k) {
       const Fraction<A>* of = f + k * V;
