@@ -15,6 +15,7 @@ from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.d2l_signature import read_signature, shown
+from bahdanau_fast.modules.from_layers import FromLayers
 from bahdanau_fast.modules.layers import parts_of, project_if_changed
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["AdditiveAttention", "MLPAttention"]
 
 
-class AdditiveAttention(Additive):
+class AdditiveAttention(FromLayers, Additive):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.
 
     ``context_i = sum_j softmax_j(w_v . tanh(W_q q_i + W_k k_j)) v_j`` (Bahdanau, Cho and Bengio
@@ -272,51 +273,6 @@ class AdditiveAttention(Additive):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cache": KeyCache()}
-
-    @classmethod
-    def from_concat(
-        cls,
-        linear: nn.Linear,
-        v: nn.Linear,
-        query_size: int | None = None,
-        dropout: float = 0.0,
-        **options: Unpack[Options],
-    ) -> AdditiveAttention:
-        """Take the concat form, ``v(tanh(linear(concat(query, key))))``: the same thing.
-
-        Args:
-            linear: ``Linear(Dq + Dk, H)``, with or without bias, the query's columns first.
-            v: ``Linear(H, 1)``; its bias shifts every score alike and so changes no weight.
-            query_size: Dq; default: half of the input size.
-            dropout: probability of dropping an attention weight in training.
-            **options: of the module, such as ``activation``; bias, device and dtype are linear's.
-
-        Returns:
-            A module with copies of those weights.
-
-        Raises:
-            ValueError: sizes that do not fit.
-        """
-        hidden, total = linear.weight.shape
-        if query_size is None:
-            if total % 2:
-                checks.reject(ValueError, "query_size", "be given when sizes differ", query_size)
-            query_size = total // 2
-        if not 0 < query_size < total:
-            checks.reject(ValueError, "query_size", f"be between 1 and {total - 1}", query_size)
-        if tuple(v.weight.shape) != (1, hidden):
-            checks.reject(ValueError, "v", f"be Linear({hidden}, 1)", tuple(v.weight.shape))
-        weight = linear.weight.detach()
-        bias = linear.bias is not None
-        factory: Any = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
-        module = cls(total - query_size, query_size, hidden, dropout, **factory, **options)
-        with torch.no_grad():
-            module.W_q.weight.copy_(weight[:, :query_size])
-            module.W_k.weight.copy_(weight[:, query_size:])
-            module.w_v.weight.copy_(v.weight)
-            if module.bias is not None:
-                module.bias.copy_(linear.bias)
-        return module
 
 
 AdditiveAttention.__init__.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]

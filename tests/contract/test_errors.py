@@ -240,6 +240,10 @@ def test_constructors_type(make):
         ),
         (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(8, 2)), "v must be"),
         (lambda: bf.AdditiveAttention.from_concat(nn.Linear(6, 8), nn.Linear(7, 1)), "v must be"),
+        (
+            lambda: bf.AdditiveAttention.from_linears(*(nn.Linear(3, n) for n in (8, 7, 1))),
+            "w_k must have 8 outputs, as w_q, got 7",
+        ),
     ],
 )
 def test_constructors_value(make, words):

@@ -1,5 +1,6 @@
 """The modules are drop-ins for the course's: signatures, parameters, numbers, copies."""
 
+import contextlib
 import copy
 import io
 import math
@@ -94,6 +95,34 @@ def test_from_concat(query, key, given, with_bias):
     kept = bf.AdditiveAttention.from_concat(linear.double(), v.double(), given, 0.25)
     assert kept.W_q.weight.dtype == torch.float64
     assert kept.dropout.p == 0.25
+
+
+@pytest.mark.parametrize("biases", [(True, True, True), (False, True, False), (False, False, True)])
+def test_from_linears(biases):
+    sizes = ((7, 8), (3, 8), (8, 1))
+    layers = [nn.Linear(*size, bias=bias) for size, bias in zip(sizes, biases, strict=True)]
+    w_q, w_k, v = layers
+    module = bf.AdditiveAttention.from_linears(*layers)
+    q, k, values = inputs(7, 3)
+    weights = v(torch.tanh(w_q(q).unsqueeze(2) + w_k(k).unsqueeze(1))).squeeze(-1).softmax(-1)
+    torch.testing.assert_close(module(q, k, values), weights @ values)
+    assert (module.bias is None) == (biases[:2] == (False, False))
+    other = bf.AdditiveAttention.from_linears(
+        *(x.double() for x in layers), 0.25, activation="relu"
+    )
+    assert (other.W_q.weight.dtype, other.dropout.p) == (torch.float64, 0.25)
+    assert other.activation == "relu"
+
+
+def test_a_state_dict_with_biases_names_the_constructor():
+    module = bf.AdditiveAttention(3, 7, 8)
+    state = {"W_q.bias": torch.zeros(8), "w_v.bias": torch.zeros(1), **module.state_dict()}
+    for strict in (True, False):
+        model = nn.ModuleDict({"attention": module})
+        loaded = {f"attention.{name}": x for name, x in state.items()}
+        refused = pytest.raises(RuntimeError) if strict else contextlib.nullcontext()
+        with pytest.warns(UserWarning, match=r"W_q.bias, w_v.bias are not .*from_linears"), refused:
+            model.load_state_dict(loaded, strict=strict)
 
 
 # ---- the course's printed examples ---------------------------------------------------------------
