@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import bahdanau_fast.checkout  # noqa: F401  before all others
-from bahdanau_fast import backends, reference
+from bahdanau_fast import backends, losses, reference
 from bahdanau_fast.functional import additive_attention, additive_scores, masked_softmax
 from bahdanau_fast.fuse import fuse, fuse_graph, unfuse
 from bahdanau_fast.memory import Memory
@@ -39,6 +39,7 @@ __all__ = [
     "decompositions",
     "fuse",
     "fuse_graph",
+    "losses",
     "masked_softmax",
     "reference",
     "seq2seq",
