@@ -81,9 +81,12 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     _explain(call)
     route = backends.decide(call)
     call = _in_front(route, call)
+    if call.located is not None:  # by its own operator where the context is the result
+        inside = call.inside._replace(features=convolved(*call.located))
+        call = call._replace(inside=inside, located=None)
     queries, keys, w_v = call.queries, call.keys, call.w_v
     token = None if call.projected is None else call.projected.token
-    if token is not None and keys.requires_grad:
+    if token is not None and keys.requires_grad and not route.traced:
         keys = waiting(keys, token)
     if route.fused:
         number = number_of(route.backend, route.traced)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks, run
-from bahdanau_fast.call import Located
+from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import Memory
+from bahdanau_fast.modules.alignment import NORMALIZATIONS, last_weights, normalized, within
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.layers import plain_convolution, plain_weight
-from bahdanau_fast.reference import Inside
 
 __all__ = ["LocationAttention"]
 
@@ -50,6 +50,13 @@ class LocationAttention(Additive):
     Convolution, W_f, scores, softmax and context are one operator a step on the CPU. A gradient
     goes through the location where it has one: detach it to stop that.
 
+    ``normalize`` makes weights of scores e and of the weights a' of the last step, ``previous``:
+    "softmax"; "sigmoid", sigmoid(e) over its sum (Chorowski et al. 2015, section 2.3); "forward",
+    (a'[j] + a'[j-1]) softmax(e)[j] over its sum (Zhang, Ling and Dai 2018,
+    https://arxiv.org/abs/1807.06736, algorithm 1); "stepwise", a'[j] p[j] + a'[j-1] (1 - p[j-1]),
+    p = sigmoid(e) (He, Deng and He 2019, https://arxiv.org/abs/1906.00672, equation 9), where what
+    moves past the last key is lost. All but the softmax are computed on top of fused scores.
+
     Args:
         key_size: Dk.
         query_size: Dq.
@@ -59,6 +66,9 @@ class LocationAttention(Additive):
         inputs: channels of the location.
         dropout: probability of dropping an attention weight in training.
         bias: add a learnt (H,) bias inside the tanh.
+        activation: "tanh", "relu", "leaky_relu" or "sigmoid", in the place of the tanh.
+        negative_slope: of leaky_relu.
+        normalize: "softmax", "sigmoid", "forward" or "stepwise".
         device: of the parameters.
         dtype: of the parameters.
 
@@ -67,7 +77,8 @@ class LocationAttention(Additive):
             graph.
 
     Raises:
-        TypeError, ValueError: a size below 1, an even ``kernel_size``, a dropout outside [0, 1].
+        TypeError, ValueError: a size below 1, an even ``kernel_size``, a dropout outside [0, 1],
+            another activation or way to normalize.
 
     >>> attention = LocationAttention(4, 6, 8, channels=3, kernel_size=5).eval()
     >>> keys = torch.randn(2, 10, 4)
@@ -81,6 +92,7 @@ class LocationAttention(Additive):
 
     _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
     _reads_table = False
+    normalize = "softmax"  # of modules that were pickled before one could choose
 
     @_told
     def __init__(
@@ -94,10 +106,17 @@ class LocationAttention(Additive):
         inputs: int = 1,
         dropout: float = 0.0,
         bias: bool = True,
+        activation: str = "tanh",
+        negative_slope: float = 0.01,
+        normalize: str = "softmax",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_hiddens, dropout)
+        super().__init__(num_hiddens, dropout, activation, negative_slope)
+        if normalize not in NORMALIZATIONS:
+            names = ", ".join(map(repr, NORMALIZATIONS))
+            checks.reject(ValueError, "normalize", f"be one of {names}", repr(normalize))
+        self.normalize = normalize
         sizes = {"key_size": key_size, "query_size": query_size, "num_hiddens": num_hiddens}
         sizes |= {"kernel_size": kernel_size, "inputs": inputs}
         for name, size in sizes.items():
@@ -120,7 +139,14 @@ class LocationAttention(Additive):
         )
 
     def attend(
-        self, queries: Tensor, memory: Memory, location: Tensor, *, mask: Tensor | None = None
+        self,
+        queries: Tensor,
+        memory: Memory,
+        location: Tensor,
+        *,
+        previous: Tensor | None = None,
+        window: tuple[int, int] | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """One decoder step.
 
@@ -128,7 +154,10 @@ class LocationAttention(Additive):
             queries: (B,1,Dq), or a decoder state (B,Dq), which leaves the one out of the results. B
                 as the memory's keys have it.
             memory: from :meth:`memory`.
-            location: (B,inputs,Tk), the weights of earlier steps.
+            location: (B,inputs,Tk), the weights of earlier steps; the same for all queries.
+            previous: ``attention_weights`` of the last step; None at the first one, which begins at
+                the first key. For ``window``, and "forward" and "stepwise" weights.
+            window: how many keys before and after the largest of ``previous`` may be looked at.
             mask: bool (B,Tk) or (B,1,Tk), True where this query may look, of what lengths
                 and mask of the memory leave.
 
@@ -139,8 +168,48 @@ class LocationAttention(Additive):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
+        call = self._located(queries, memory, location, mask)
+        if window is not None or self.normalize in ("forward", "stepwise"):
+            previous = last_weights(previous, call)
+        if window is not None:
+            assert previous is not None
+            call = call._replace(mask=within(window, previous, call.mask))
+        if self.normalize == "softmax":
+            context, weights = run.attend(call)
+        else:
+            context, weights = self._normalized(call, previous)
+        keep(self, weights, context)
+        return context
+
+    def scores(
+        self, queries: Tensor, memory: Memory, location: Tensor, clip: float | None = None
+    ) -> Tensor:
+        """The scores (B,Tq,Tk) of a memory's keys, before any mask and the softmax.
+
+        Arguments and errors are as for :meth:`attend` and :meth:`AdditiveAttention.scores`.
+        """
+        if clip is not None:
+            checks.finite("clip", clip)
+        call = self._located(queries, memory, location, None)
+        return run.scores(call._replace(scores_only=True), clip)
+
+    def _normalized(self, call: Call, previous: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Context and weights by another way than the softmax."""
+        shape, values = call.shape, call.values
+        scores = run.scores(call._replace(scores_only=True, shape=None))
+        weights = normalized(self.normalize, scores, previous, call)
+        drop = call.dropout or functools.partial(nn.functional.dropout, p=call.dropout_p)
+        context = torch.bmm(drop(weights).to(values.dtype), values)
+        if shape is None:
+            return context, weights
+        return shape.restore(context), shape.restore_weights(weights)
+
+    def _located(
+        self, queries: Tensor, memory: Memory, location: Tensor, mask: Tensor | None
+    ) -> Call:
+        """The call of some queries on a memory, with features of a location."""
         call = self._on_memory(queries, memory, mask)
-        keys, shape = call.keys, call.shape
+        keys, shape, inside = call.keys, call.shape, self._inside
         conv, w_f = plain_convolution(self.conv), plain_weight(self.W_f)
         if self.conv is None or conv is not None:  # another convolution checks its inputs
             inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
@@ -154,14 +223,12 @@ class LocationAttention(Additive):
             # A layer that is more than its parameters is called.
             features = location if self.conv is None else self.conv(location)
             keys = keys + self.W_f(features.transpose(1, 2))
-            call = call._replace(keys=keys, projected=None)
-        elif conv is None:
-            call = call._replace(inside=Inside(location.transpose(1, 2), w_f))
-        else:
-            call = call._replace(inside=Inside(None, w_f), located=Located(location, *conv))
-        context, weights = run.attend(call)
-        keep(self, weights, context)
-        return context
+            return call._replace(keys=keys, projected=None)
+        if conv is None:
+            features = location.transpose(1, 2)
+            return call._replace(inside=inside._replace(features=features, w_f=w_f))
+        inside = inside._replace(w_f=w_f)
+        return call._replace(inside=inside, located=Located(location, *conv))
 
     def forward(
         self,

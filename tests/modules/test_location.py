@@ -31,27 +31,65 @@ FORMS = {
         **{"num_hiddens": 300, "batch": 20, "keys_len": 90},
         "mask": scattered(20, 90, share=0.03),
     },
+    "leaky_relu": {"activation": "leaky_relu", "negative_slope": 0.2},
+    "sigmoid inside": {"activation": "sigmoid", "inputs": 2},
+    "sigmoid weights": {"normalize": "sigmoid"},
+    "forward": {"normalize": "forward", "activation": "sigmoid"},
+    "stepwise": {"normalize": "stepwise", "mask": scattered(3, 37)},
+    "stepwise in fp32": {"normalize": "stepwise", "num_hiddens": 300, "batch": 20, "keys_len": 90},
+    "a window": {"window": (1, 4)},
+    "a window of forward weights": {"normalize": "forward", "window": (2, 3)},
 }
+
+
+def plain_weights(how, scores, previous, seen):
+    """The formulas of the papers, with nothing beside them."""
+    before = torch.cat((torch.zeros_like(previous[..., :1]), previous[..., :-1]), 2)
+    if how == "stepwise":
+        p = scores.sigmoid()
+        p_before = torch.cat((torch.zeros_like(p[..., :1]), p[..., :-1]), 2)
+        return (previous * p + before * (1 - p_before)) * seen
+    if how == "sigmoid":
+        weights = scores.sigmoid() * seen
+        nothing = ~seen.any(2, keepdim=True)
+        return (weights + nothing) / (weights + nothing).sum(2, keepdim=True)
+    softmax = reference.masked_softmax(scores, mask=seen)
+    if how == "softmax":
+        return softmax
+    moved = (previous + before) * softmax
+    return moved / moved.sum(2, keepdim=True)
 
 
 class Plain:
     """The formula, step by step in plain PyTorch, on the parameters of a module."""
 
     def __init__(self, of):
-        self.of = of
+        self.of, self.normalize = of, of.normalize
 
     def memory(self, *inputs, mask):
         return *inputs, mask
 
-    def attend(self, queries, memory, location):
+    def attend(self, queries, memory, location, previous=None, window=None):
         of, (keys, values, lens, mask) = self.of, memory
         features = location if of.conv is None else of.conv(location)
         inner = of.W_k(keys) + of.W_f(features.transpose(1, 2))
         if of.bias is not None:
             inner = inner + of.bias
-        given = of.W_q(queries), inner, values, of.w_v.weight, lens
-        context, self.attention_weights = reference.attend(*given, mask=mask)
-        return context
+        inside = reference.Inside(None, None, of.activation, of.negative_slope)
+        scores = reference.projected_scores(of.W_q(queries), inner, of.w_v.weight, inside)
+        if previous is None:
+            previous = torch.zeros_like(scores)
+            previous[..., 0] = 1
+        seen, visible = (
+            torch.ones_like(scores, dtype=torch.bool),
+            reference.visible(lens, mask, keys.shape[1]),
+        )
+        seen = seen if visible is None else seen & visible
+        if window is not None:
+            far = torch.arange(keys.shape[1]) - previous.argmax(2, keepdim=True)
+            seen = seen & (far >= -window[0]) & (far <= window[1])
+        self.attention_weights = plain_weights(of.normalize, scores, previous, seen)
+        return self.attention_weights @ values
 
 
 def made(batch=3, keys_len=37, num_hiddens=17, conv_bias=False, strides=None, **form):
@@ -72,11 +110,13 @@ def made(batch=3, keys_len=37, num_hiddens=17, conv_bias=False, strides=None, **
     return module, [keys, values, torch.randn(3, batch, 1, 5), location]
 
 
-def followed(module, memory, queries, location):
+def followed(module, memory, queries, location, window=None):
     """Contexts of three steps, each seeing the weights of those before, and the last weights."""
-    contexts = []
+    contexts, weights = [], None
     for query in queries:
-        contexts.append(module.attend(query, memory, location))
+        moves = {"previous": weights, "window": window}
+        moves = moves if window or module.normalize != "softmax" else {}
+        contexts.append(module.attend(query, memory, location, **moves))
         weights = module.attention_weights
         if location.shape[1] == 2:
             location = torch.cat((weights, location[:, 1:] + weights), 1)
@@ -85,14 +125,14 @@ def followed(module, memory, queries, location):
     return torch.cat(contexts, 1), weights
 
 
-def steps(module, drawn, dtype, plain, mask=None):
+def steps(module, drawn, dtype, plain, mask=None, window=None):
     """Results and gradients, as arrays of fp64."""
     module = module.to(dtype)
     inputs = [x.to(dtype).requires_grad_() for x in drawn]
     keys, values, queries, location = inputs
     attention = Plain(module) if plain else module
     memory = attention.memory(keys, values, LENS.repeat(7)[: len(keys)], mask=mask)
-    results = followed(attention, memory, queries, location)
+    results = followed(attention, memory, queries, location, window)
     generator = torch.Generator().manual_seed(5)
     grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     assert {x.dtype for x in results} == {dtype}
@@ -107,13 +147,13 @@ def steps(module, drawn, dtype, plain, mask=None):
 @pytest.mark.parametrize("form", FORMS)
 def test_steps(form, dtype, backend):
     given = dict(FORMS[form])
-    mask = given.pop("mask", None)
+    looks = {"mask": given.pop("mask", None), "window": given.pop("window", None)}
     module, drawn = made(**given)
     # Values that the dtype holds.
     module, drawn = module.to(dtype).double(), [x.to(dtype).double() for x in drawn]
 
     def plain(drawn, dtype):
-        found = steps(module, drawn, dtype, plain=True, mask=mask)
+        found = steps(module, drawn, dtype, plain=True, **looks)
         module.double()
         return found
 
@@ -122,9 +162,35 @@ def test_steps(form, dtype, backend):
         return [moved(x, dtype, generator) for x in drawn]
 
     with bf.backends.use(backend):
-        ours = steps(module, drawn, dtype, plain=False, mask=mask)
+        ours = steps(module, drawn, dtype, plain=False, **looks)
     module.double()
     keep_the_rule(judged(ours, plain, drawn, near, dtype), form)
+
+
+@pytest.mark.parametrize("form", ["two channels in", "coverage", "sigmoid inside", "forward"])
+def test_several_queries_and_their_scores(form):
+    module, (keys, values, queries, location) = made(**FORMS[form])
+    module, queries = module.float(), queries[:, :, 0].transpose(0, 1)
+    memory, plain = module.memory(keys, values, LENS), Plain(module)
+    context = module.attend(queries, memory, location)
+    looked = plain.attend(queries, (keys, values, LENS, None), location)
+    torch.testing.assert_close(context, looked)
+    torch.testing.assert_close(module.attention_weights, plain.attention_weights)
+    scores = module.scores(queries, memory, location, clip=2.0)
+    every = torch.full_like(scores, 2.0)
+    assert (scores.abs() <= every).all()
+    if module.normalize == "softmax":
+        again = reference.masked_softmax(module.scores(queries, memory, location), LENS)
+        torch.testing.assert_close(again, module.attention_weights)
+    state = queries[:, 0]
+    one = module.attend(state, memory, location)
+    torch.testing.assert_close(one, context[:, 0])
+    assert module.attention_weights.shape == (3, 37)
+    moves = {} if module.normalize == "softmax" else {"previous": module.attention_weights}
+    compiled = torch.compile(module.attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(state, memory, location, **moves), module.attend(state, memory, location, **moves)
+    )
 
 
 @pytest.mark.parametrize("mask", [None, scattered(2, 5)], ids=["no mask", "mask"])
@@ -301,6 +367,8 @@ def test_errors(wrong, error, message):
     [
         ({"kernel_size": 4}, "kernel_size must be odd, got 4"),
         ({"channels": 0}, "channels must be at least 1"),
+        ({"activation": "gelu"}, "activation must be one of 'tanh', 'relu'"),
+        ({"normalize": "sum"}, "normalize must be one of 'softmax', 'sigmoid', .* got 'sum'"),
         ({"inputs": 0}, "inputs must be at least 1"),
         ({"dropout": 2.0}, "dropout must be between 0 and 1"),
     ],
@@ -308,6 +376,14 @@ def test_errors(wrong, error, message):
 def test_errors_of_the_sizes(wrong, message):
     with pytest.raises(ValueError, match=message):
         bf.LocationAttention(6, 5, 4, **wrong)
+
+
+def test_errors_of_the_last_weights():
+    module, (keys, values, queries, location) = made(normalize="forward")
+    module = module.float()
+    memory = module.memory(keys, values)
+    with pytest.raises(ValueError, match=r"previous must be the weights .* got \(3, 1, 36\)"):
+        module.attend(queries[0], memory, location, previous=torch.ones(3, 1, 36))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
