@@ -311,6 +311,13 @@ def annotated(self, query, memory, mask):
     return self.attention(query, self.attention.U(memory), memory, mask.unsqueeze(1))
 
 
+@forward(step)
+def session(self, last, items):  # of a recommender, whose weights are the scores
+    last = self.W(last).repeat(TK, 1, 1).permute(1, 0, 2)
+    scores = self.v(torch.sigmoid(self.U(items) + last)).squeeze(2)
+    return torch.matmul(scores.unsqueeze(1), items).squeeze(1), scores
+
+
 STYLES["tutorial"] = Style(partial(whole.Tutorial, DK), shapes((B, 1, DK), (B, TK, DK)))
 for act in (nn.ReLU, nn.Tanh):
     make = partial(whole.Captioning, DK, DQ, H, act)
