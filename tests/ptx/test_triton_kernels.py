@@ -43,9 +43,10 @@ def test_every_case(name, dtype, arch):
     assert TritonPtx(arch).worst(name, dtype) <= 1
 
 
+@pytest.mark.parametrize("activation", ["leaky_relu", "sigmoid"])
 @pytest.mark.parametrize("queries", [2, 18])
-def test_rectifiers_are_right(queries):
-    sizes = {**LARGE, "Tq": queries, "activation": "leaky_relu", "negative_slope": 0.2}
+def test_other_activations_are_right(queries, activation):
+    sizes = {**LARGE, "Tq": queries, "activation": activation, "negative_slope": 0.2}
     TritonPtx("90").check(Case(**sizes), "bf16")
 
 
