@@ -27,6 +27,10 @@ INTEGER = (
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
 LENGTHS = "be None, a tensor or a list of numbers"
+MASK = (
+    "be bool, True where a query may look (mask == 0 for a float mask of 0 and -inf, mask != 0 for "
+    "one of 0 and 1)"
+)
 
 
 def reject(error: type[Exception], name: str, requirement: str, actual: object) -> NoReturn:
@@ -136,8 +140,8 @@ def keys_and_values(
     inputs(keys, keys, values, None)
     if mask is not None:
         _tensor("mask", mask)
-        some = mask if mask.dim() == 3 else keys[:, :0]  # of any number of queries
-        mask = as_mask(mask, some, keys)
+        queries_len = mask.shape[1] if mask.dim() == 3 else 1  # any number
+        mask = as_mask(mask, mask.new_empty(keys.shape[0], queries_len, 0), keys)
     queries_len = 0
     if isinstance(valid_lens, Tensor) and valid_lens.dim() == 2:
         queries_len = valid_lens.shape[1]
@@ -174,17 +178,34 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
 
 
 def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """A mask over keys, bool (B,Tk), (B,1,Tk) or (B,Tq,Tk), in three dimensions."""
-    _tensor("mask", mask)
-    if mask.dtype != torch.bool:
-        reject(TypeError, "mask", "be bool, True where a query may look", mask.dtype)
-    (batch, queries_len, _), keys_len = queries.shape, keys.shape[1]
-    for_all, per_query = (batch, keys_len), (batch, queries_len, keys_len)
-    if not _is_one_of(_shape(mask), for_all, per_query, (batch, 1, keys_len)):
-        reject(ValueError, "mask", f"have shape {for_all} or {per_query}", _shape(mask))
+    """A mask over keys as bool (B,1,Tk) or (B,Tq,Tk)."""
+    mask = spread_mask(mask, (queries.shape[0],), queries.shape[1], keys.shape[1])
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
-    return mask.unsqueeze(1) if mask.dim() == 2 else mask
+    return mask
+
+
+def spread_mask(mask: Tensor, batch: tuple[int, ...], queries_len: int, keys_len: int) -> Tensor:
+    """A mask over keys as bool (*batch,1,Tk) or (*batch,Tq,Tk): itself, or a view of it.
+
+    It is (*batch,Tk), which comes first; or (Tq,Tk) or (1,Tk); or it broadcasts to (*batch,Tq,Tk),
+    with as many dimensions.
+    """
+    _tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        reject(TypeError, "mask", MASK, mask.dtype)
+    shape, full = _shape(mask), (*batch, queries_len, keys_len)
+    if _is_one_of(shape, (*batch, keys_len)):
+        return mask.unsqueeze(-2)
+    if _is_one_of(shape, (*batch, 1, keys_len), full):
+        return mask
+    fits = len(shape) == len(full) and all(
+        _is_one_of((n,), (1,), (size,)) for n, size in zip(shape, full, strict=True)
+    )
+    if not fits and not _is_one_of(shape, (1, keys_len), (queries_len, keys_len)):
+        need = f"have shape {(*batch, keys_len)} or broadcast to {full}"
+        reject(ValueError, "mask", need, shape)
+    return mask.expand(*batch, shape[-2], keys_len)
 
 
 def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -22,7 +22,8 @@ def masked_softmax(
     Args:
         scores: (B,Tq,Tk), float32, bfloat16, float16 or float64.
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype.
-        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
+        mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
+            lengths, both hold.
 
     Returns:
         Weights (B,Tq,Tk) in the dtype of ``scores``.
@@ -79,8 +80,8 @@ def additive_attention(
         w_v: (1,H) or (H,).
         valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list: key j is visible
             when j < len.
-        mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
-            query with nothing to look at weighs all keys alike.
+        mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
+            lengths, both hold. A query with nothing to look at weighs all keys alike.
         bias: (H,), optional; without ``w_k`` it is added to the keys in every call.
         dropout_p: probability of dropping a weight on the way to the context.
         need_weights: return the weights too.

@@ -4,8 +4,8 @@ Inside, a call has queries (B,Tq,Dq), keys (B,Tk,Dk) and values (B,Tk,Dv). :func
 the arguments to these, and the :class:`Shape` it gives puts the results back. For a memory the two
 halves come one after the other: :func:`source_as_rows`, then :func:`queries_as_rows` at every step.
 Arguments are queries (*batch,Tq,Dq) or a state (*batch,Dq), keys (*batch,Tk,Dk), values
-(*batch,Tk,Dv), lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or
-(*batch,Tq,Tk).
+(*batch,Tk,Dv), lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or what
+broadcasts to (*batch,Tq,Tk).
 """
 
 from __future__ import annotations
@@ -119,9 +119,11 @@ def _source(
 
 
 def _mask(shape: Shape, mask: Tensor | None, queries_len: int, keys_len: int) -> Tensor | None:
-    """A mask in two or three dimensions."""
-    rests = (keys_len,), (1, keys_len), (queries_len, keys_len)
-    return shape.rows("mask", mask, *rests)  # type: ignore[no-any-return]
+    """A mask in three dimensions."""
+    if mask is None:
+        return None
+    spread = checks.spread_mask(mask, shape.batch, queries_len, keys_len)
+    return shape.flatten(spread)  # type: ignore[no-any-return]
 
 
 def _queries_len(shape: Shape, tensor: Any, more: int) -> int:

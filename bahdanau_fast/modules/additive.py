@@ -146,8 +146,8 @@ class AdditiveAttention(FromLayers, Additive):
             keys: (B,Tk,Dk), dtype of queries.
             values: (B,Tk,Dv), dtype of queries.
             valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold. A
-                query with nothing to look at weighs all keys alike.
+            mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
+                lengths, both hold. A query with nothing to look at weighs all keys alike.
 
         Returns:
             Context (B,Tq,Dv), dtype of queries.
@@ -198,8 +198,8 @@ class AdditiveAttention(FromLayers, Additive):
             queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
                 the memory's keys have it.
             memory: from :meth:`memory`.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where these queries may look, of what lengths and
-                mask of the memory leave.
+            mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where these queries may look,
+                of what lengths and mask of the memory leave.
 
         Returns:
             Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.

@@ -67,7 +67,8 @@ class Attention(KeepsWeights):
             keys: (B,Tk,Dk), of a dot product as they are. B may be any number of dimensions.
             values: (B,Tk,Dv); default: the keys.
             valid_lens: None, (B,) or (B,Tq), also as a list.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
+            mask: bool (B,Tk), or of three dimensions that broadcast to (B,Tq,Tk), True where a
+                query may look; with lengths, both hold.
 
         Returns:
             A memory; gradients flow through it to ``keys``, ``values`` and the key layer.

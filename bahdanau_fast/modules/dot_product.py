@@ -61,7 +61,8 @@ class DotProductAttention(Attention):
             key: (B,Tk,D).
             value: (B,Tk,Dv).
             valid_length: None, (B,) or (B,Tq), also as a list.
-            mask: bool (B,Tk) or (B,Tq,Tk), True where a query may look; with lengths, both hold.
+            mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
+                lengths, both hold.
 
         Returns:
             Context (B,Tq,Dv).

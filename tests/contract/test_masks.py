@@ -165,6 +165,56 @@ def test_every_way_in_takes_a_mask(attention, mask, lens):
         close(attention.attention_weights, weights)
 
 
+SPREAD = {
+    "(1,Tq,Tk)": PER_QUERY[:1],
+    "(Tq,Tk)": PER_QUERY[0],
+    "(1,1,Tk)": PER_ROW[:1, None],
+    "(1,Tk)": PER_ROW[:1],
+    "(B,1,1)": torch.tensor([True, False, True])[:, None, None],
+    "(B,Tq,1)": scattered(B, TQ, 1, seed=2),
+    "(1,Tq,1)": scattered(1, TQ, 1, seed=3),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("mask", SPREAD.values(), ids=SPREAD)
+def test_masks_broadcast(attention, mask, backend):
+    torch.compiler.reset()
+    q, k, v = inputs(requires_grad=True)
+    full = torch.broadcast_to(mask, (B, TQ, TK))
+    leaves, weights = [q, k, v, *attention.parameters()], [attention.W_q, attention.W_k]
+    weights = [*(layer.weight for layer in weights), attention.w_v.weight]
+    options = {"mask": mask, "bias": attention.bias}
+    ways = [
+        lambda: bf.additive_attention(q, k, v, *weights, **options),
+        lambda: (attention(q, k, v, mask=mask), attention.attention_weights),
+        lambda: (attention.attend(q, attention.memory(k, v), mask=mask),),
+        lambda: (bf.masked_softmax(attention.scores(q, attention.memory(k)), mask=mask) @ v,),
+        lambda: (torch.compile(attention, backend="eager", fullgraph=True)(q, k, v, mask=mask),),
+    ]
+    if mask.dim() == 3:  # a memory does not know how many queries come
+        ways.append(lambda: (attention.attend(q, attention.memory(k, v, mask=mask)),))
+    with bf.backends.use(backend):
+        for way in ways:
+            got = with_gradients(way, leaves)
+            count = len(got) - len(leaves)
+            want = with_gradients(lambda n=count: plain(attention, q, k, v, None, full)[:n], leaves)
+            close(got, want)
+    close(
+        bf.DotProductAttention()(q, k, v, mask=mask), bf.DotProductAttention()(q, k, v, mask=full)
+    )
+
+
+def test_a_mask_of_two_dimensions_is_of_the_batch_where_it_may_be(attention):
+    q, k, v = (x[:, :B] for x in inputs())
+    square = torch.eye(B, dtype=torch.bool)
+    close(attention(q, k, v, mask=square), attention(q, k, v, mask=square[:, None]))
+    several = [x.expand(2, *x.shape) for x in (q, k, v)]
+    want = attention(q, k, v, mask=square[None])
+    for mask in (square, square[None, None], square.expand(1, B, B, B)):
+        close(attention(*several, mask=mask), want.expand(2, *want.shape))
+
+
 def test_masked_softmax(attention):
     scores = torch.randn(B, TQ, TK)
     want = torch.softmax(scores.masked_fill(~PER_QUERY, -1e30), -1)
