@@ -67,7 +67,9 @@ def positive_int(name: str, value: int) -> None:
 
 def _tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        reject(TypeError, name, "be a tensor", type(value).__name__)
+        of_lstm = " (of an LSTM's state (h, c) pass h[-1])"
+        hint = of_lstm if name == "queries" and isinstance(value, tuple) else ""
+        reject(TypeError, name, f"be a tensor{hint}", type(value).__name__)
 
 
 def _floating(name: str, tensor: Tensor) -> None:
@@ -106,15 +108,29 @@ def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | N
     keys_batch, keys_len, _ = keys.shape
     values_batch, values_len, _ = values.shape
     if keys_batch != batch:
-        first = ": the batch comes first" if keys_len == batch else ""
+        cure = _cure(queries, keys)
+        if queries_len == keys_batch and keys_len != batch:
+            need = f"have the batch size of keys, {keys_batch}"
+            reject(ValueError, "queries", need, f"{_shape(queries)}{cure}")
         need = f"have the batch size of queries, {batch}"
-        reject(ValueError, "keys", need, f"{_shape(keys)}{first}")
+        reject(ValueError, "keys", need, f"{_shape(keys)}{cure}")
     if values_batch != batch or values_len != keys_len:
         need = f"have the batch size and length of keys, ({batch}, {keys_len})"
         reject(ValueError, "values", need, _shape(values))
     same_kind("keys", keys, "queries", queries)
     same_kind("values", values, "queries", queries)
     lens(valid_lens, batch, queries_len, queries.device)
+
+
+def _cure(queries: Tensor, keys: Tensor) -> str:
+    """What may be meant by queries and keys of different batch sizes, and the line to write."""
+    (batch, queries_len, _), (keys_batch, keys_len, _) = queries.shape, keys.shape
+    of_all = f"; queries of all rows are queries.expand({keys_batch}, -1, -1)" * (batch == 1)
+    if keys_len == batch:
+        return f": the batch comes first, keys.transpose(0, 1){of_all}"
+    if queries_len == keys_batch:
+        return f": the last layer of an RNN's state is hidden[-1]{of_all}"
+    return ""
 
 
 def queries_for(
@@ -125,7 +141,7 @@ def queries_for(
     batch, queries_len, _ = queries.shape
     if keys.shape[0] != batch:
         need = f"have the batch size of the memory, {keys.shape[0]}"
-        reject(ValueError, "queries", need, _shape(queries))
+        reject(ValueError, "queries", need, f"{_shape(queries)}{_cure(queries, keys)}")
     same_kind("queries", queries, "the memory", keys)
     lens(valid_lens, batch, queries_len, queries.device)
     if mask is not None:

@@ -49,7 +49,7 @@ def masked_softmax(
 def additive_attention(
     queries: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     w_q: Tensor | None,
     w_k: Tensor | None,
     w_v: Tensor,
@@ -72,9 +72,10 @@ def additive_attention(
 
     Args:
         queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq), which
-            leaves Tq out of the results. B may be any number of dimensions.
+            leaves Tq out of the results. B may be any number of dimensions. Queries of all rows may
+            be (Dq,); or (1,Tq,Dq), but for Tq = B or one key.
         keys: (B,Tk,Dk), dtype of queries.
-        values: (B,Tk,Dv), dtype of queries.
+        values: (B,Tk,Dv), dtype of queries; None for the keys.
         w_q: (H,Dq); None for queries (B,Tq,H) that are projected.
         w_k: (H,Dk); None for keys (B,Tk,H) that are projected.
         w_v: (1,H) or (H,).
@@ -106,12 +107,14 @@ def additive_attention(
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
     shape, inside = None, TANH
+    values = keys if values is None else values
     usual = (  # of plain tensors: the operator refuses what is wrong with them
         features is w_f is bias is None
         and activation == "tanh"
         and isinstance(w_v, Tensor)
         and type(queries) is type(keys) is type(values) is Tensor
-        and queries.ndim == keys.ndim == values.ndim == 3
+        and queries.ndim == keys.ndim == 3
+        and queries.shape[0] == keys.shape[0]
         and (valid_lens is None or type(valid_lens) is Tensor)
     )
     if not usual:

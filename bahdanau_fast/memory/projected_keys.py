@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.memory.shapes import Shape, queries_as_rows
+from bahdanau_fast.memory.shapes import Shape, queries_as_rows, spread_queries
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards
@@ -130,10 +130,12 @@ class Memory:
     ) -> tuple[Tensor, Tensor | None, Shape | None]:
         """Queries (B,Tq,Dq), what both masks let them see, the shape of results if another."""
         keys, shape = self.projected.keys, None
-        if isinstance(queries, Tensor) and (self.batch is not None or queries.dim() == 2):
+        if isinstance(queries, Tensor):
             batch = (keys.shape[0],) if self.batch is None else self.batch
-            keys_len, of = keys.shape[1], "the memory"
-            queries, mask, shape = queries_as_rows(queries, mask, batch, keys_len, of)
+            keys_len, of, state = keys.shape[1], "the memory", queries.dim() in (1, 2)
+            queries = spread_queries(queries, batch, keys_len)
+            if self.batch is not None or state:
+                queries, mask, shape = queries_as_rows(queries, mask, batch, keys_len, of)
         checks.queries_for(queries, keys, self.valid_lens, self.mask)
         if mask is None:
             return queries, self.mask, shape

@@ -3,9 +3,9 @@
 Inside, a call has queries (B,Tq,Dq), keys (B,Tk,Dk) and values (B,Tk,Dv). :func:`as_rows` reshapes
 the arguments to these, and the :class:`Shape` it gives puts the results back. For a memory the two
 halves come one after the other: :func:`source_as_rows`, then :func:`queries_as_rows` at every step.
-Arguments are queries (*batch,Tq,Dq) or a state (*batch,Dq), keys (*batch,Tk,Dk), values
-(*batch,Tk,Dv), lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask (*batch,Tk) or what
-broadcasts to (*batch,Tq,Tk).
+Arguments are queries (*batch,Tq,Dq), a state (*batch,Dq), or (1,Tq,Dq) or (Dq,) of all rows; keys
+(*batch,Tk,Dk), values (*batch,Tk,Dv), lengths (*batch) or (*batch,Tq) as a tensor or a list, a mask
+(*batch,Tk) or what broadcasts to (*batch,Tq,Tk).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["Shape", "as_rows", "lengths", "queries_as_rows", "source_as_rows"]
+__all__ = ["Shape", "as_rows", "lengths", "queries_as_rows", "source_as_rows", "spread_queries"]
 
 
 class Shape(NamedTuple):
@@ -65,14 +65,30 @@ def as_rows(
         not all(isinstance(x, Tensor) for x in (queries, keys, values))
         or keys.dim() < 2
         or values.dim() != keys.dim()
-        or keys.dim() - queries.dim() not in (0, 1)
-        or queries.dim() == keys.dim() == 3
     ):
         return (queries, keys, values, lens), mask, None
     batch, keys_len = tuple(keys.shape[:-2]), keys.shape[-2]
+    queries = spread_queries(queries, batch, keys_len)
+    if queries.dim() > keys.dim() or queries.dim() == keys.dim() == 3:
+        return (queries, keys, values, lens), mask, None
     queries, mask, shape = queries_as_rows(queries, mask, batch, keys_len, "keys")
     keys, values, lens = _source(shape, keys, values, lens, queries.shape[1])
     return (queries, keys, values, lens), mask, shape
+
+
+def spread_queries(queries: Tensor, batch: tuple[int, ...], keys_len: int) -> Tensor:
+    """Queries (Dq,) or (1,Tq,Dq) of all rows of a batch, as a view with these; others unchanged.
+
+    An RNN's state (1,B,Dq), or keys (Tk,1,Dk) that are meant for one row, would compute something:
+    with Tq = B or with one key (1,Tq,Dq) is left to be rejected.
+    """
+    dims = len(batch)
+    of_rows = queries.dim() == dims + 2 and all(size == 1 for size in queries.shape[:dims])
+    if dims == 1 and of_rows:
+        of_rows = queries.shape[0] != batch[0] and queries.shape[1] != batch[0] and keys_len != 1
+    if queries.dim() != 1 and not of_rows:
+        return queries
+    return queries.expand(*batch, *queries.shape[-2:])
 
 
 def queries_as_rows(
@@ -82,7 +98,9 @@ def queries_as_rows(
     dims = len(batch)
     if tuple(queries.shape[:dims]) != batch or queries.dim() not in (dims + 1, dims + 2):
         need = f"have the batch dimensions of {of}, {batch}, and one or two more"
-        checks.reject(ValueError, "queries", need, tuple(queries.shape))
+        image = ": keys (B, h, w, C) of an image are keys.flatten(1, 2)"
+        hint = image if dims == 2 and queries.dim() in (2, 3) else ""
+        checks.reject(ValueError, "queries", need, f"{tuple(queries.shape)}{hint}")
     shape = Shape(batch, queries.dim() == dims + 1)
     queries = shape.flatten(queries.unsqueeze(-2) if shape.state else queries)
     return queries, _mask(shape, mask, queries.shape[1], keys_len), shape

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bahdanau_fast import backends, checks, run
+from bahdanau_fast.call import Call
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.shapes import as_rows
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from bahdanau_fast.modules.d2l_signature import Options
 
-__all__ = ["AdditiveAttention", "MLPAttention"]
+__all__ = ["AdditiveAttention"]
 
 
 class AdditiveAttention(FromLayers, Additive):
@@ -133,7 +134,7 @@ class AdditiveAttention(FromLayers, Additive):
         self,
         queries: Tensor,
         keys: Tensor,
-        values: Tensor,
+        values: Tensor | None = None,
         valid_lens: Tensor | None = None,
         *,
         mask: Tensor | None = None,
@@ -142,9 +143,10 @@ class AdditiveAttention(FromLayers, Additive):
 
         Args:
             queries: (B,Tq,Dq), float32, bfloat16, float16 or float64; or a decoder state (B,Dq),
-                which leaves Tq out of the results. B may be any number of dimensions.
+                which leaves Tq out of the results. B may be any number of dimensions. Queries of
+                all rows may be (Dq,); or (1,Tq,Dq), but for Tq = B or one key.
             keys: (B,Tk,Dk), dtype of queries.
-            values: (B,Tk,Dv), dtype of queries.
+            values: (B,Tk,Dv), dtype of queries; default: the keys.
             valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
             mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
                 lengths, both hold. A query with nothing to look at weighs all keys alike.
@@ -157,33 +159,24 @@ class AdditiveAttention(FromLayers, Additive):
             ValueError: ranks, sizes or devices do not fit together.
         """
         w_q, w_k, w_v, _ = parts = parts_of(self)
-        shape = None
+        values = keys if values is None else values
         usual = (  # of plain tensors and layers: the operator refuses what is wrong with them
             not (w_q is None or w_k is None or w_v is None)
             and type(queries) is type(keys) is type(values) is Tensor
-            and queries.ndim == keys.ndim == values.ndim == 3
+            and queries.ndim == keys.ndim == 3
+            and queries.shape[0] == keys.shape[0]
             and (valid_lens is None or type(valid_lens) is Tensor)
         )
-        if not usual:
-            if isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
-                return self.attend(queries, keys, mask=mask)
-            rows = as_rows(queries, keys, values, valid_lens, mask)
-            (queries, keys, values, valid_lens), mask, shape = rows
-            checks.inputs(queries, keys, values, valid_lens)
-        if mask is not None:
-            mask = checks.as_mask(mask, queries, keys)
-        if w_v is None:  # its layer, or all three, may be lazy
-            self._draw(queries, keys)
-            w_q, w_k, _, _ = parts = parts_of(self)
-        if not usual:
-            keys = project_if_changed("keys", keys, self._modules[self._key_layer], w_k, self.bias)
-            layer = self._modules[self._query_layer]
-            queries = project_if_changed("queries", queries, layer, w_q)
-        cache = self._cache if self.cache_keys and w_k is not None else None
-        hint = self._explain if usual else None
-        call = self._call(
-            parts, queries, keys, values, valid_lens, mask, cache=cache, shape=shape, explain=hint
-        )
+        if usual:
+            if mask is not None:
+                mask = checks.as_mask(mask, queries, keys)
+            cache, hint = self._cache if self.cache_keys else None, self._explain
+            inputs = parts, queries, keys, values, valid_lens, mask
+            call = self._call(*inputs, cache=cache, explain=hint)
+        elif isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
+            call = self._on_memory(queries, keys, mask)
+        else:
+            call = self._unusual(queries, keys, values, valid_lens, mask)
         context, weights = run.attend(call)
         keep(self, weights, context)
         return context
@@ -191,12 +184,35 @@ class AdditiveAttention(FromLayers, Additive):
     if TYPE_CHECKING:
         __call__ = forward
 
+    def _unusual(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None,
+        mask: Tensor | None,
+    ) -> Call:
+        """A call of other shapes, types or layers than usual, whose inputs are checked here."""
+        rows, mask, shape = as_rows(queries, keys, values, valid_lens, mask)
+        queries, keys, values, valid_lens = rows
+        checks.inputs(queries, keys, values, valid_lens)
+        if mask is not None:
+            mask = checks.as_mask(mask, queries, keys)
+        w_q, w_k, w_v, _ = parts = parts_of(self)
+        if w_v is None:  # its layer, or all three, may be lazy
+            self._draw(queries, keys)
+            w_q, w_k, _, _ = parts = parts_of(self)
+        keys = project_if_changed("keys", keys, self._modules[self._key_layer], w_k, self.bias)
+        queries = project_if_changed("queries", queries, self._modules[self._query_layer], w_q)
+        cache = self._cache if self.cache_keys and w_k is not None else None
+        return self._call(parts, queries, keys, values, valid_lens, mask, cache=cache, shape=shape)
+
     def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
             queries: (B,Tq,Dq), or a decoder state (B,Dq), which leaves Tq out of the results. B as
-                the memory's keys have it.
+                the memory's keys have it. Queries of all rows as in a call.
             memory: from :meth:`memory`.
             mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where these queries may look,
                 of what lengths and mask of the memory leave.
@@ -276,64 +292,3 @@ class AdditiveAttention(FromLayers, Additive):
 
 
 AdditiveAttention.__init__.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
-
-
-class MLPAttention(AdditiveAttention):
-    """Additive attention under the oldest name the course gave it.
-
-    The same formula; in this naming ``W_k`` multiplies the query, ``W_q`` the key, and ``v``
-    scores. The published code left out the tanh of its own formula, which makes the weights
-    independent of the query; here it is applied.
-
-    Args:
-        units: number of hidden units, H.
-        ipt_dim: feature size of query and key.
-        dropout: probability of dropping an attention weight in training.
-        cache_keys: as for :class:`AdditiveAttention`.
-
-    Raises:
-        TypeError, ValueError: a size below 1, a dropout outside [0, 1].
-
-    >>> attention = MLPAttention(8, 2, 0.1).eval()
-    >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
-    >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))
-    >>> context.round(decimals=4).tolist()
-    [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
-    """
-
-    _query_layer, _key_layer, _score_layer = "W_k", "W_q", "v"
-
-    def __init__(
-        self,
-        units: int,
-        ipt_dim: int,
-        dropout: float = 0.0,
-        *,
-        cache_keys: bool = True,
-    ) -> None:
-        Additive.__init__(self, units, dropout)
-        self._remember(cache_keys)
-        checks.positive_int("units", units)
-        checks.positive_int("ipt_dim", ipt_dim)
-        self.W_k = nn.Linear(ipt_dim, units, bias=False)
-        self.W_q = nn.Linear(ipt_dim, units, bias=False)
-        self.v = nn.Linear(units, 1, bias=False)
-        self.bias = None
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid_length: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend: query (B,Tq,ipt_dim), key (B,Tk,ipt_dim), value (B,Tk,Dv) to (B,Tq,Dv).
-
-        Lengths, mask and errors are those of :class:`AdditiveAttention`.
-        """
-        return super().forward(query, key, value, valid_length, mask=mask)
-
-    if TYPE_CHECKING:
-        __call__ = forward  # type: ignore[assignment]

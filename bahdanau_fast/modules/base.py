@@ -217,6 +217,7 @@ class Additive(Attention):
             and w_v is not None
             and type(queries) is Tensor
             and queries.ndim == 3
+            and queries.shape[0] == projected.keys.shape[0]
             and queries.dtype is projected.keys.dtype
         )
         if usual:

@@ -74,7 +74,7 @@ class DotProductAttention(Attention):
         rows, mask, shape = as_rows(query, key, value, valid_length, mask)
         if shape is not None:
             return restored(self, DotProductAttention.forward(self, *rows, mask=mask), shape)
-        valid_length = rows[3]
+        query, key, value, valid_length = rows
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
         if mask is not None:

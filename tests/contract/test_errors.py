@@ -27,13 +27,26 @@ ones = torch.ones
 # argument, what it is set to, error, words of the message
 BAD = [
     ("queries", ones(3, 4), ValueError, "batch dimensions of keys"),
-    ("queries", ones(4), ValueError, "3 dimensions"),
+    (
+        "queries",
+        ones(1, 2, 4),
+        ValueError,
+        r"batch size of keys, 2, .* is hidden\[-1\]; .*\(2, -1, -1",
+    ),
+    ("queries", ones(3, 2, 4), ValueError, r"keys, 2, got \(3, 2, 4\): .* is hidden\[-1\]$"),
+    ("queries", (ones(1, 2, 4), ones(1, 2, 4)), TypeError, r"h\[-1\]\), got tuple"),
+    ("queries", ones(1, 4), ValueError, r"and one or two more, got \(1, 4\)$"),
     ("queries", ones(1, 2, 3, 4), ValueError, "3 dimensions"),
     ("keys", ones(5, 6), ValueError, "3 dimensions"),
     ("values", ones(2, 5), ValueError, "3 dimensions"),
     ("values", torch.tensor(1.0), ValueError, "3 dimensions"),
-    ("keys", ones(3, 5, 6), ValueError, r"batch size of queries, 2, got \(3, 5, 6\)$"),
-    ("keys", ones(5, 2, 6), ValueError, r"queries, 2, got \(5, 2, 6\): the batch comes first$"),
+    ("keys", ones(4, 5, 6), ValueError, r"batch size of queries, 2, got \(4, 5, 6\)$"),
+    (
+        "keys",
+        ones(5, 2, 6),
+        ValueError,
+        r"queries, 2, got \(5, 2, 6\): .* first, keys.transpose\(0, 1\)$",
+    ),
     ("values", ones(3, 5, 7), ValueError, "batch size and length of keys"),
     ("values", ones(2, 4, 7), ValueError, "batch size and length of keys"),
     ("w_q", ones(8, 5), ValueError, r"shape \(8, 4\)"),
@@ -96,10 +109,7 @@ BAD += [
     ("w_q", None, ValueError, r"feature size 8 \(that of w_v\) where w_q is None, got \(2, 3, 4\)"),
     ("w_k", None, ValueError, r"feature size 8 \(that of w_v\) where w_k is None, got \(2, 5, 6\)"),
 ]
-BAD += [
-    (name, None, TypeError, "a tensor, got NoneType")
-    for name in ("queries", "keys", "values", "w_v")
-]
+BAD += [(name, None, TypeError, "a tensor, got NoneType") for name in ("queries", "keys", "w_v")]
 
 
 def spoil(value, was):

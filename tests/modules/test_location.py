@@ -349,7 +349,11 @@ BAD = [
     ({"valid_lens": torch.ones(3, 2)}, ValueError, r"valid_lens must have shape \(3,\) or \(3, 1"),
     ({"valid_lens": torch.ones(3, 37) > 0}, TypeError, "a bool mask is given as mask="),
     ({"mask": torch.ones(3, 36) > 0}, ValueError, r"mask must have shape \(3, 37\)"),
-    ({"mask": torch.ones(3, 2, 37) > 0}, ValueError, r"or broadcast to \(3, 1, 37\), got \(3, 2, 37\)"),
+    (
+        {"mask": torch.ones(3, 2, 37) > 0},
+        ValueError,
+        r"to \(3, 1, 37\), got \(3, 2, 37\)",
+    ),
     ({"mask": torch.ones(3, 37)}, TypeError, "mask must be bool"),
 ]
 
