@@ -63,6 +63,9 @@ def additive_attention(
     w_f: Tensor | None = None,
     activation: str = "tanh",
     negative_slope: float = 0.01,
+    causal: bool = False,
+    query_mask: Tensor | None = None,
+    scale: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``softmax_j(w_v . tanh(W_q q_i + W_k k_j + W_f f_j + bias)) @ values``, fused.
@@ -90,6 +93,10 @@ def additive_attention(
         w_f: (H,C); with features.
         activation: "tanh", "relu", "leaky_relu" or "sigmoid".
         negative_slope: of leaky_relu.
+        causal: query i sees the keys j <= i alone, as with ``is_causal`` of torch's
+            ``scaled_dot_product_attention``; with lengths and a mask, all hold.
+        query_mask: bool (B,Tq), False where context and weights are zero, with no gradient.
+        scale: a factor of the scores.
         backend: "cuda", "triton", "cpu" or "reference"; None takes the fastest available one.
 
     Returns:
@@ -138,7 +145,10 @@ def additive_attention(
         backend=backend,
         explain=_explain if usual else None,
     )
-    context, weights = run.attend(call)
+    if causal or query_mask is not None or scale is not None:
+        context, weights, _ = run.attend_with(call, causal, query_mask, scale)
+    else:
+        context, weights = run.attend(call)
     return context, weights if need_weights else None
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "additive_attention",
     "additive_scores",
     "attend",
+    "causal_mask",
     "clipped",
     "masked_softmax",
     "projected_scores",
@@ -92,6 +93,24 @@ def visible(valid_lens: Tensor | None, mask: Tensor | None, keys_len: int) -> Te
         return mask
     within = valid_mask(valid_lens, keys_len)
     return within if mask is None else mask & within
+
+
+def causal_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    """Where query i may look at key j with causal attention: ``j <= i``.
+
+    As with ``is_causal`` of torch's ``scaled_dot_product_attention``, the first query sees the
+    first key alone, whatever Tq and Tk.
+
+    Args:
+        queries: (B,Tq,Dq).
+        keys: (B,Tk,Dk).
+
+    Returns:
+        Boolean (B,Tq,Tk), a view of (Tq,Tk).
+    """
+    batch, queries_len, _ = queries.shape
+    square = torch.ones(queries_len, keys.shape[1], dtype=torch.bool, device=keys.device).tril()
+    return _replicate_like(keys, square).expand(batch, -1, -1)
 
 
 def _replicate_like(tensor: Tensor, same: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
@@ -21,7 +23,7 @@ from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
 
-__all__ = ["attend", "project", "scores"]
+__all__ = ["attend", "attend_with", "project", "scores"]
 
 #: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
 #: link of a recorded call.
@@ -70,14 +72,84 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         raise
 
 
+def attend_with(
+    call: Call,
+    causal: bool = False,
+    query_mask: Tensor | None = None,
+    scale: float | None = None,
+    return_scores: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As :func:`attend`, and the scores if wanted, with options made of masks and products.
+
+    ``causal``: query i sees keys up to i; ``query_mask``: False where context and weights are zero;
+    ``scale``: a factor of the scores.
+    """
+    if causal:
+        seen = reference.causal_mask(call.queries, call.keys)
+        call = call._replace(mask=seen if call.mask is None else call.mask & seen)
+    if scale is not None:
+        call = call._replace(w_v=_scaled(call.w_v, scale))
+    found = None
+    if return_scores:
+        context, weights, found = _by_scores(call)
+    else:
+        context, weights = attend(call)
+    if query_mask is not None:
+        none = ~_checked(query_mask, context).unsqueeze(-1)
+        context = context.masked_fill(none, 0.0)
+        if call.need_weights:
+            weights = weights.masked_fill(none, 0.0)
+    return context, weights, found
+
+
+def _checked(query_mask: Tensor, context: Tensor) -> Tensor:
+    """Bool, of the shape of the context without its features."""
+    if not isinstance(query_mask, Tensor):
+        checks.reject(TypeError, "query_mask", "be a tensor", type(query_mask).__name__)
+    if query_mask.dtype != torch.bool:
+        need = "be bool, False for a query that is none"
+        checks.reject(TypeError, "query_mask", need, query_mask.dtype)
+    shape, needed = tuple(query_mask.shape), tuple(context.shape[:-1])
+    if shape != needed:
+        checks.reject(ValueError, "query_mask", f"have shape {needed}", shape)
+    if query_mask.device != context.device:
+        need = f"be on the device of the data, {context.device}"
+        checks.reject(ValueError, "query_mask", need, query_mask.device)
+    return query_mask
+
+
+def _scaled(
+    w_v: Tensor | Callable[[Tensor], Tensor], scale: float
+) -> Tensor | Callable[[Tensor], Tensor]:
+    checks.finite("scale", scale)
+    if isinstance(w_v, Tensor):
+        return w_v * scale
+    return lambda hidden: w_v(hidden) * scale
+
+
+def _by_scores(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Context and weights, made of the scores by plain operations, and those."""
+    shape = call.shape
+    found = scores(call._replace(scores_only=True, shape=None))
+    weights = reference.masked_softmax(found, call.valid_lens, call.mask)
+    dropped = F.dropout(weights, call.dropout_p) if call.dropout is None else call.dropout(weights)
+    context = torch.bmm(dropped, call.values)
+    if shape is None:
+        return context, weights, found
+    return shape.restore(context), shape.restore_weights(weights), shape.restore(found)
+
+
 def _explain(call: Call) -> None:
     """An error in words about inputs that no one has checked, if they are wrong."""
     if call.explain is not None:
         call.explain(call)
 
 
-def scores(call: Call, clip: float | None = None) -> Tensor:
-    """Scores u (B,Tq,Tk) before mask and softmax, or ``clip * tanh(u)``, in the call's shape."""
+def scores(call: Call, clip: float | None = None, masked: bool = False) -> Tensor:
+    """Scores u (B,Tq,Tk) before mask and softmax, or ``clip * tanh(u)``, in the call's shape.
+
+    With ``masked`` they are -inf where lengths and mask leave nothing to look at.
+    """
     _explain(call)
     route = backends.decide(call)
     call = _in_front(route, call)
@@ -94,6 +166,9 @@ def scores(call: Call, clip: float | None = None) -> Tensor:
     else:
         found = reference.projected_scores(queries, keys, w_v, call.inside)
     found = reference.clipped(found, clip).to(queries.dtype)
+    if masked:
+        seen = reference.visible(call.valid_lens, call.mask, keys.shape[1])
+        found = found if seen is None else found.masked_fill(~seen, float("-inf"))
     return found if call.shape is None else call.shape.restore(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +138,9 @@ class AdditiveAttention(FromLayers, Additive):
         valid_lens: Tensor | None = None,
         *,
         mask: Tensor | None = None,
+        causal: bool = False,
+        query_mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend to ``keys`` and ``values``.
 
@@ -150,6 +153,10 @@ class AdditiveAttention(FromLayers, Additive):
             valid_lens: None, (B,) or (B,Tq), any integer or float dtype, or a list.
             mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
                 lengths, both hold. A query with nothing to look at weighs all keys alike.
+            causal: query i sees the keys j <= i alone, as with ``is_causal`` of torch's
+                ``scaled_dot_product_attention``; with lengths and a mask, all hold.
+            query_mask: bool (B,Tq), False where context and weights are zero, with no gradient.
+            scale: a factor of the scores.
 
         Returns:
             Context (B,Tq,Dv), dtype of queries.
@@ -177,7 +184,10 @@ class AdditiveAttention(FromLayers, Additive):
             call = self._on_memory(queries, keys, mask)
         else:
             call = self._unusual(queries, keys, values, valid_lens, mask)
-        context, weights = run.attend(call)
+        if causal or query_mask is not None or scale is not None:
+            context, weights, _ = run.attend_with(call, causal, query_mask, scale)
+        else:
+            context, weights = run.attend(call)
         keep(self, weights, context)
         return context
 
@@ -207,7 +217,40 @@ class AdditiveAttention(FromLayers, Additive):
         cache = self._cache if self.cache_keys and w_k is not None else None
         return self._call(parts, queries, keys, values, valid_lens, mask, cache=cache, shape=shape)
 
-    def attend(self, queries: Tensor, memory: Memory, *, mask: Tensor | None = None) -> Tensor:
+    @overload
+    def attend(
+        self,
+        queries: Tensor,
+        memory: Memory,
+        *,
+        mask: Tensor | None = ...,
+        query_mask: Tensor | None = ...,
+        scale: float | None = ...,
+        return_scores: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def attend(
+        self,
+        queries: Tensor,
+        memory: Memory,
+        *,
+        mask: Tensor | None = ...,
+        query_mask: Tensor | None = ...,
+        scale: float | None = ...,
+        return_scores: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attend(
+        self,
+        queries: Tensor,
+        memory: Memory,
+        *,
+        mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        scale: float | None = None,
+        return_scores: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend to a memory with some queries (one decoder step, or the beams of one step).
 
         Args:
@@ -216,29 +259,43 @@ class AdditiveAttention(FromLayers, Additive):
             memory: from :meth:`memory`.
             mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where these queries may look,
                 of what lengths and mask of the memory leave.
+            query_mask: bool (B,Tq), False where context and weights are zero, with no gradient.
+            scale: a factor of the scores.
+            return_scores: return the scores too, as :meth:`scores` has them; softmax and context
+                are then plain operations on them.
 
         Returns:
-            Context (B,Tq,Dv); sets ``attention_weights`` (B,Tq,Tk) too.
+            Context (B,Tq,Dv), with the scores (B,Tq,Tk) if wanted; sets ``attention_weights``
+            (B,Tq,Tk) too.
 
         Raises:
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
-        context, weights = run.attend(self._on_memory(queries, memory, mask))
+        call = self._on_memory(queries, memory, mask)
+        if return_scores or query_mask is not None or scale is not None:
+            results = run.attend_with(call, False, query_mask, scale, return_scores)
+            context, weights, found = results
+        else:
+            (context, weights), found = run.attend(call), None
         keep(self, weights, context)
-        return context
+        return context if found is None else (context, found)
 
-    def scores(self, queries: Tensor, memory: Memory, clip: float | None = None) -> Tensor:
-        """The scores of a memory's keys, before any mask and the softmax.
+    def scores(
+        self, queries: Tensor, memory: Memory, clip: float | None = None, *, masked: bool = False
+    ) -> Tensor:
+        """The scores of a memory's keys, before the softmax.
 
         What is to be had instead of the softmax goes on top of them: log-probabilities, sparsemax,
-        sampling. Lengths and mask of the memory are left to it.
+        sampling. Lengths and mask of the memory are left to it, unless ``masked``.
 
         Args:
             queries: (B,Tq,Dq), or a decoder state (B,Dq); B as the memory's keys have it.
             memory: from :meth:`memory`.
             clip: give ``clip * tanh(score)``, as pointer networks do (Bello et al. 2016,
                 https://arxiv.org/abs/1611.09940); None gives the scores themselves.
+            masked: give -inf where lengths or mask of the memory forbid to look, which may be
+                everywhere.
 
         Returns:
             (B,Tq,Tk), for a state (B,Tk), in the autograd graph; ``attention_weights`` stay as
@@ -250,7 +307,7 @@ class AdditiveAttention(FromLayers, Additive):
         call = self._on_memory(queries, memory, None)
         if clip is not None:
             checks.finite("clip", clip)
-        return run.scores(call._replace(scores_only=True), clip)
+        return run.scores(call._replace(scores_only=True), clip, masked)
 
     def explain(
         self,

@@ -63,13 +63,22 @@ class MLPAttention(AdditiveAttention):
         valid_length: Tensor | None = None,
         *,
         mask: Tensor | None = None,
+        causal: bool = False,
+        query_mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Attend: query (B,Tq,ipt_dim), key (B,Tk,ipt_dim), value (B,Tk,Dv) to (B,Tq,Dv).
 
-        Without a value it is the key. Lengths, mask and errors are those of
+        Without a value it is the key. Lengths, options and errors are those of
         :class:`AdditiveAttention`.
         """
-        return super().forward(query, key, value, valid_length, mask=mask)
+        return super().forward(
+            *(query, key, value, valid_length),
+            mask=mask,
+            causal=causal,
+            query_mask=query_mask,
+            scale=scale,
+        )
 
     if TYPE_CHECKING:
         __call__ = forward  # type: ignore[assignment]

@@ -1,13 +1,19 @@
-"""What people leave out or share: values that are the keys, one query for all rows of a batch."""
+"""What people leave out, share or add: default values, one query for all rows, causal attention."""
+
+import copy
+import pickle
+import random
 
 import pytest
 import torch
 from contract import scattered
 
 import bahdanau_fast as bf
+from bahdanau_fast.parity import allowed, error
 
 B, TQ, TK, D, H, DV = 3, 4, 9, 5, 7, 6
 LENS = torch.tensor([2, 9, 0])
+DRAWN = 150  # cases of three options; 2000 take a quarter of a minute
 BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
 
 
@@ -83,6 +89,7 @@ def test_queries_of_all_rows(attention, shape, is_parameter, backend):
         close(got, want)
         compiled = torch.compile(attention, backend="eager", fullgraph=True)
         close(compiled(q, k, v, LENS, mask=mask), want[0])
+    if is_parameter and backend == "auto":
         program = torch.export.export(attention, (q, k, v, LENS), {"mask": mask})
         close(program.module()(q, k, v, LENS, mask=mask), want[0])
     several = [x.expand(2, *x.shape) for x in (k, v)]
@@ -126,3 +133,208 @@ def test_the_state_of_an_lstm(attention):
     ):
         with pytest.raises(TypeError, match=r"LSTM's state \(h, c\) pass h\[-1\]\), got tuple"):
             call()
+
+
+# ---- causal, query_mask, scale, scores -----------------------------------------------------------
+
+
+def plain(attention, q, k, v, **options):
+    """The formula with all options: context, weights, scores."""
+    rows, state = len(k), q.dim() < 3
+    q = (q.unsqueeze(-2) if state else q).expand(rows, -1, -1)
+    hidden = attention.W_q(q).unsqueeze(2) + (attention.W_k(k) + attention.bias).unsqueeze(1)
+    scores = attention.w_v(torch.tanh(hidden)).squeeze(-1) * options.get("scale", 1.0)
+    seen = torch.ones(scores.shape, dtype=torch.bool)
+    if (lens := options.get("valid_lens")) is not None:
+        seen &= torch.arange(k.shape[1]) < lens.view(rows, -1, 1)
+    if (mask := options.get("mask")) is not None:
+        seen &= mask.unsqueeze(1) if mask.shape == k.shape[:2] else mask
+    if options.get("causal"):
+        seen &= torch.arange(k.shape[1]) <= torch.arange(q.shape[1])[:, None]
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen, -torch.inf).masked_fill(blind, 0.0).softmax(-1)
+    context = weights @ v
+    if (wanted := options.get("query_mask")) is not None:
+        factor = wanted.view(rows, -1, 1).to(weights.dtype)
+        context, weights = context * factor, weights * factor
+    results = context, weights, scores
+    return [x.squeeze(1) for x in results] if state else list(results)
+
+
+QUERY_MASK = scattered(B, TQ, seed=5, share=0.6)
+OPTIONS = {
+    "causal": {"causal": True},
+    "causal with a mask": {"causal": True, "mask": scattered(B, TK), "valid_lens": LENS},
+    "query_mask": {"query_mask": QUERY_MASK, "valid_lens": LENS},
+    "scale": {"scale": -1.7, "mask": scattered(TQ, TK)},
+    "all": {"causal": True, "query_mask": QUERY_MASK, "scale": 0.3},
+}
+
+
+def of_function(attention, q, k, v, **options):
+    lens = options.pop("valid_lens", None)
+    given = (q, k, v, *weights_of(attention), lens)
+    return bf.additive_attention(*given, bias=attention.bias, **options)
+
+
+def of_module(attention, q, k, v, **options):
+    return attention(q, k, v, **options), attention.attention_weights
+
+
+def of_memory(attention, q, k, v, valid_lens=None, **options):
+    context = attention.attend(q, attention.memory(k, v, valid_lens), **options)
+    return context, attention.attention_weights
+
+
+def with_scores(attention, q, k, v, valid_lens=None, **options):
+    memory = attention.memory(k, v, valid_lens)
+    context, scores = attention.attend(q, memory, return_scores=True, **options)
+    return context, attention.attention_weights, scores
+
+
+@BACKENDS
+@pytest.mark.parametrize("way", [of_function, of_module, of_memory, with_scores])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_keep_the_parity_rule(attention, options, dtype, way, backend):
+    if "causal" in options and way in (of_memory, with_scores):
+        options = {**options, "mask": torch.ones(1, TQ, TK, dtype=torch.bool).tril()}
+        del options["causal"]
+    attention.to(dtype)
+    leaves = [drawn(B, n, size, seed=n + size) for n, size in ((TQ, D), (TK, D), (TK, DV))]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
+
+    def run(call, module, tensors):
+        results = list(call(module, *tensors, **options))[: 3 if way is with_scores else 2]
+        found = with_gradients(results, [*tensors, *module.parameters()])
+        return [x.detach() for x in found]
+
+    eager = run(plain, attention, leaves)
+    exact = run(
+        plain,
+        copy.deepcopy(attention).double(),
+        [x.detach().double().requires_grad_() for x in leaves],
+    )
+    with bf.backends.use(backend):
+        got = run(way, attention, leaves)
+    for ours, others, true in zip(got, eager, exact, strict=True):
+        assert ours.dtype == dtype
+        # fp64 is measured by itself: 64 roundings of the largest.
+        size = float(true.abs().max()) * (64 if dtype == torch.float64 else 1)
+        assert error(ours, true) <= allowed(error(others, true), size, dtype)
+    if "query_mask" in options:
+        assert not got[0][~QUERY_MASK].any()
+        assert not got[1][~QUERY_MASK].any()
+        assert way is with_scores or not got[-7][~QUERY_MASK].any()  # scores have a gradient
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_in_other_modes_of_torch(attention, options):
+    q, k, v = drawn(B, TQ, D), drawn(B, TK, D, seed=2), drawn(B, TK, DV, seed=3)
+    leaves = [q, k, v, *attention.parameters()]
+    want = with_gradients(plain(attention, q, k, v, **options)[:1], leaves)
+    copies = copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))
+    for module in (*copies, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        of = [q, k, v, *module.parameters()]
+        close(with_gradients([module(q, k, v, **options)], of), want)
+    program = torch.export.export(attention, (q, k, v), options)
+    close(program.module()(q, k, v, **options), want[0])
+    with torch.autocast("cpu"):
+        low = attention.float()(*(x.float() for x in (q, k, v)), **options)
+    torch.testing.assert_close(low.double(), want[0], rtol=0.05, atol=0.05)
+
+
+def test_layers_and_dropout_that_are_called(attention):
+    """A scoring layer with a hook, a dropout with one: options go around both."""
+    q, k, v = drawn(B, TQ, D), drawn(B, TK, D, seed=2), drawn(B, TK, DV, seed=3)
+    options = {"scale": 1.5, "query_mask": QUERY_MASK, "mask": scattered(TQ, TK)}
+    want = plain(attention, q, k, v, **options)
+    attention.w_v.register_forward_hook(lambda layer, inputs, result: 2 * result)
+    half = {**options, "scale": 0.75}
+    close(list(with_scores(attention, q, k, v, **half)), want)
+    close(list(of_module(attention, q, k, v, **half)), want[:2])
+    attention.dropout.register_forward_hook(lambda layer, inputs, result: 3 * result)
+    close(with_scores(attention, q, k, v, **half)[0], 3 * want[0])
+
+
+@BACKENDS
+@pytest.mark.parametrize("clip", [None, 2.0])
+def test_masked_scores(attention, clip, backend):
+    q, k = drawn(B, TQ, D), drawn(B, TK, D, seed=2)
+    memory = attention.memory(k, valid_lens=LENS, mask=scattered(B, TK))
+    seen = scattered(B, TK) & (torch.arange(TK) < LENS[:, None])
+    with bf.backends.use(backend):
+        free, masked = (attention.scores(q, memory, clip, masked=m) for m in (False, True))
+    close(masked, free.masked_fill(~seen.unsqueeze(1), -torch.inf))
+    of_state = attention.scores(q[:, 0], memory, clip, masked=True)
+    close(of_state, masked[:, 0])
+    unmasked = attention.memory(k)
+    close(attention.scores(q, unmasked, masked=True), attention.scores(q, unmasked))
+
+
+WRONG = [
+    ({"query_mask": QUERY_MASK.float()}, TypeError, "query_mask must be bool, .*float32$"),
+    ({"query_mask": [True]}, TypeError, "query_mask must be a tensor, got list"),
+    ({"query_mask": QUERY_MASK[:, :1]}, ValueError, r"have shape \(3, 4\), got \(3, 1\)"),
+    ({"query_mask": QUERY_MASK.to("meta")}, ValueError, "query_mask must be on the device"),
+    ({"scale": "2"}, TypeError, "scale must be a number, got str"),
+    ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+]
+
+
+@pytest.mark.parametrize("way", [of_function, of_module, of_memory, with_scores])
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG)
+def test_errors_of_options(attention, way, options, kind, message):
+    with pytest.raises(kind, match=message):
+        way(attention, drawn(B, TQ, D), drawn(B, TK, D), drawn(B, TK, DV), **options)
+
+
+# ---- any three of them ---------------------------------------------------------------------------
+
+
+def drawn_case(number):
+    """A way to call, its inputs and three options, drawn by a number."""
+    draw = random.Random(number)
+    rows, length = draw.randint(2, 4), draw.choice([2, 3, 9, 17])
+    queries_len = draw.choice([n for n in (1, 2, 3, 5) if n != rows])
+    way = draw.choice([of_function, of_module, of_memory, with_scores])
+    names = ["lens", "mask", "query_mask", "scale", "shared", "tied", "state"]
+    names += ["causal"] * (way in (of_function, of_module))
+    chosen = draw.sample(names, 3)
+    queries_len = 1 if "state" in chosen else queries_len
+    q = drawn(rows, queries_len, D, seed=number)
+    if "shared" in chosen:
+        q = drawn(1, queries_len, D, seed=number)
+    if "state" in chosen:
+        q = (q[0, 0] if "shared" in chosen else q[:, 0]).detach().requires_grad_()
+    k, v = drawn(rows, length, D, seed=number + 1), drawn(rows, length, DV, seed=number + 2)
+    forms = [(rows, length), (rows, 1, 1), (1, 1, length), (rows, queries_len, 1), (1, length)]
+    forms += [(queries_len, length), (1, queries_len, length)]
+    per_query = (rows, queries_len) if "state" not in chosen else (rows,)
+    every = {
+        "lens": {"valid_lens": torch.tensor([draw.randint(0, length) for _ in range(rows)])},
+        "mask": {"mask": scattered(*draw.choice(forms), seed=number, share=0.6)},
+        "query_mask": {"query_mask": scattered(*per_query, seed=number, share=0.6)},
+        "scale": {"scale": draw.uniform(-2, 2)},
+        "causal": {"causal": True},
+    }
+    options = {}
+    for name in chosen:
+        options |= every.get(name, {})
+    return way, [q, k] if "tied" in chosen else [q, k, v], options
+
+
+@BACKENDS
+def test_drawn_options(attention, backend):
+    for number in range(backend == "auto", DRAWN, 2):
+        way, leaves, options = drawn_case(number)
+        more = [*leaves, *attention.parameters()]
+        tied = [None] * (3 - len(leaves))
+        with bf.backends.use(backend):
+            got = with_gradients(list(way(attention, *leaves, *tied, **options)), more)
+        want = plain(attention, *leaves, *leaves[1:2] * len(tied), **options)
+        want = with_gradients(want[: len(got) - len(more)], more)
+        try:
+            close(got, want)
+        except AssertionError as failed:
+            raise AssertionError(f"case {number}: {way.__name__}, {options}") from failed
