@@ -120,8 +120,8 @@ def additive_attention(
         and activation == "tanh"
         and isinstance(w_v, Tensor)
         and type(queries) is type(keys) is type(values) is Tensor
-        and queries.ndim == keys.ndim == 3
-        and queries.shape[0] == keys.shape[0]
+        and len(size := queries.shape) == len(other := keys.shape) == 3
+        and size[0] == other[0]
         and (valid_lens is None or type(valid_lens) is Tensor)
     )
     if not usual:
@@ -137,14 +137,11 @@ def additive_attention(
         mask = checks.as_mask(mask, queries, keys)
     if dropout_p != 0.0:
         checks.probability("dropout_p", dropout_p)
-    call = Call(
-        *(queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p),
-        inside=inside,
-        need_weights=need_weights,
-        shape=shape,
-        backend=backend,
-        explain=_explain if usual else None,
-    )
+    explain = _explain if usual else None
+    call = Call(  # by position, which is quicker
+        queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p,
+        None, None, shape, None, inside, None, need_weights, False, backend, explain,
+    )  # fmt: skip
     if causal or query_mask is not None or scale is not None:
         context, weights, _ = run.attend_with(call, causal, query_mask, scale)
     else:

@@ -170,16 +170,15 @@ class AdditiveAttention(FromLayers, Additive):
         usual = (  # of plain tensors and layers: the operator refuses what is wrong with them
             not (w_q is None or w_k is None or w_v is None)
             and type(queries) is type(keys) is type(values) is Tensor
-            and queries.ndim == keys.ndim == 3
-            and queries.shape[0] == keys.shape[0]
+            and len(rows := queries.shape) == len(others := keys.shape) == 3
+            and rows[0] == others[0]
             and (valid_lens is None or type(valid_lens) is Tensor)
         )
         if usual:
             if mask is not None:
                 mask = checks.as_mask(mask, queries, keys)
-            cache, hint = self._cache if self.cache_keys else None, self._explain
-            inputs = parts, queries, keys, values, valid_lens, mask
-            call = self._call(*inputs, cache=cache, explain=hint)
+            cache, hint, lens = self._cache if self.cache_keys else None, self._explain, valid_lens
+            call = self._call(parts, queries, keys, values, lens, mask, cache, None, None, hint)
         elif isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
             call = self._on_memory(queries, keys, mask)
         else:
@@ -276,10 +275,11 @@ class AdditiveAttention(FromLayers, Additive):
         if return_scores or query_mask is not None or scale is not None:
             results = run.attend_with(call, False, query_mask, scale, return_scores)
             context, weights, found = results
-        else:
-            (context, weights), found = run.attend(call), None
+            keep(self, weights, context)
+            return context if found is None else (context, found)
+        context, weights = run.attend(call)
         keep(self, weights, context)
-        return context if found is None else (context, found)
+        return context
 
     def scores(
         self, queries: Tensor, memory: Memory, clip: float | None = None, *, masked: bool = False

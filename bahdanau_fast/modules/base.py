@@ -216,8 +216,8 @@ class Additive(Attention):
             and w_q is not None
             and w_v is not None
             and type(queries) is Tensor
-            and queries.ndim == 3
-            and queries.shape[0] == projected.keys.shape[0]
+            and len(rows := queries.shape) == 3
+            and rows[0] == projected.keys.shape[0]
             and queries.dtype is projected.keys.dtype
         )
         if usual:
@@ -231,16 +231,9 @@ class Additive(Attention):
             layer = self._modules[self._query_layer]
             queries = project_if_changed("queries", queries, layer, w_q)
         return self._call(
-            parts,
-            queries,
-            projected.keys,
-            memory.values,
-            memory.valid_lens,
-            mask,
-            shape=shape,
-            projected=projected,
-            explain=self._explain if usual else None,
-        )
+            parts, queries, projected.keys, memory.values, memory.valid_lens, mask,
+            None, shape, projected, self._explain if usual else None,
+        )  # fmt: skip
 
     def _call(
         self,
