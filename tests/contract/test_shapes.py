@@ -89,7 +89,7 @@ def attended(module, given, state=False):
             found.append(module.attend(step(number), memory, *location, mask=given.get("step")))
             found.append(module.attention_weights)
             if hasattr(module, "scores"):
-                found.append(module.scores(step(number), memory))
+                found.append(module.scores(step(number), memory, *location))
     return found
 
 
