@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,7 @@ class _AttentionRNN(KeepsWeights):
         values: Tensor | None = None,
         valid_lens: Tensor | None = None,
         *,
+        mask: Tensor | None = None,
         memory: Memory | None = None,
     ) -> tuple[Tensor, Any]:
         """Decode all inputs.
@@ -71,17 +73,20 @@ class _AttentionRNN(KeepsWeights):
             keys: (B,Tk,Dk).
             values: (B,Tk,Dv); default: the keys.
             valid_lens: None or (B,).
-            memory: from ``attention.memory(...)``, instead of keys, values and lengths.
+            mask: bool (B,Tk) or (B,1,Tk), True where the steps may look; with lengths, both hold.
+            memory: from ``attention.memory(...)``, instead of keys, values and lengths; with a
+                mask in it, both masks hold.
 
         Returns:
             Outputs of the top layer (T,B,H) or (B,T,H), and the last hidden state; sets
             ``attention_weights`` (B,T,Tk).
 
         Raises:
-            TypeError, ValueError: neither or both of ``keys`` and ``memory``, or sizes that do not
-                fit.
+            TypeError, ValueError: neither or both of ``keys`` and ``memory``, values or lengths
+                beside a memory, or sizes that do not fit.
         """
-        steps, hidden, memory = self._prepared(inputs, hidden, keys, values, valid_lens, memory)
+        source = keys, values, valid_lens, mask, memory
+        steps, hidden, memory = self._prepared(inputs, hidden, *source)
         decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
         self.attention_weights = decoded.weights.transpose(0, 1)
         outputs = decoded.features
@@ -98,6 +103,7 @@ class _AttentionRNN(KeepsWeights):
         values: Tensor | None = None,
         valid_lens: Tensor | None = None,
         *,
+        mask: Tensor | None = None,
         memory: Memory | None = None,
     ) -> str:
         """How a call with these inputs would be computed, and why; projects the keys, no more.
@@ -109,7 +115,8 @@ class _AttentionRNN(KeepsWeights):
         >>> AttentionGRU(8, 16).explain(torch.zeros(7, 4, 8), keys=torch.zeros(4, 9, 16))
         'cpu: one operator: its C++ takes all steps'
         """
-        steps, _, memory = self._prepared(inputs, hidden, keys, values, valid_lens, memory)
+        source = keys, values, valid_lens, mask, memory
+        steps, _, memory = self._prepared(inputs, hidden, *source)
         return explain(self.attention, self.rnn, steps, memory)
 
     def _prepared(
@@ -119,17 +126,11 @@ class _AttentionRNN(KeepsWeights):
         keys: Tensor | None,
         values: Tensor | None,
         valid_lens: Tensor | None,
+        mask: Tensor | None,
         memory: Memory | None,
     ) -> tuple[Tensor, Any, Memory]:
         """Inputs (T,B,E), hidden state and memory of a call."""
-        if (keys is None) == (memory is None):
-            got = "neither" if keys is None else "both"
-            checks.reject(TypeError, "exactly one of keys and memory", "be given", got)
-        if memory is None:
-            assert keys is not None
-            memory = self.attention._memory(keys, values, valid_lens, shared=False)
-        if memory.batch is not None:
-            checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
+        memory = self._memory(keys, values, valid_lens, mask, memory)
         checks.rows("inputs", inputs)
         steps = inputs.transpose(0, 1) if self.batch_first else inputs
         if hidden is None:
@@ -139,6 +140,32 @@ class _AttentionRNN(KeepsWeights):
             checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
         self._check(steps, hidden, *memory.values.shape)
         return steps, hidden, memory
+
+    def _memory(
+        self,
+        keys: Tensor | None,
+        values: Tensor | None,
+        valid_lens: Tensor | None,
+        mask: Tensor | None,
+        memory: Memory | None,
+    ) -> Memory:
+        """The memory that every step looks at with one query."""
+        if (keys is None) == (memory is None):
+            got = "neither" if keys is None else "both"
+            checks.reject(TypeError, "exactly one of keys and memory", "be given", got)
+        if memory is None:
+            assert keys is not None
+            memory = self.attention._memory(keys, values, valid_lens, shared=False)
+        else:
+            for name, argument in (("values", values), ("valid_lens", valid_lens)):
+                if argument is not None:
+                    checks.reject(TypeError, name, "be None beside a memory, which has its", "both")
+        if memory.batch is not None:
+            checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
+        projected = memory.projected.keys
+        query = projected.new_empty((len(projected), 1, 0))
+        _, mask, _ = memory.for_queries(query, mask)
+        return memory if mask is memory.mask else replace(memory, mask=mask)
 
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""

@@ -248,26 +248,46 @@ def test_gradients_left_to_the_last_step_know_the_masks(attention, form):
     close(got, want)
 
 
+RIGHT = torch.arange(TK) >= 20  # what PER_ROW leaves of it is in two masks of a decoder
+SOURCES = {
+    "of the memory": lambda m, k, v: {"memory": m(k, v, LENS, mask=PER_ROW & RIGHT)},
+    "of the call": lambda m, k, v: of_a_call(k, v, PER_ROW & RIGHT),
+    "for one query": lambda m, k, v: of_a_call(k, v, (PER_ROW & RIGHT).unsqueeze(1)),
+    "of both": lambda m, k, v: {
+        "memory": m(k, v, LENS, mask=PER_ROW),
+        "mask": RIGHT.expand(B, 1, TK),
+    },
+}
+
+
+def of_a_call(keys, values, mask):
+    return {"keys": keys, "values": values, "valid_lens": LENS, "mask": mask}
+
+
 @pytest.mark.parametrize("kind", [bf.AttentionGRU, bf.AttentionLSTM])
-def test_a_decoder_over_a_masked_memory(kind):
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_masked_decoder(kind, source, dtype):
     torch.manual_seed(0)
-    decoder = kind(5, 8, key_size=D, value_size=DV)
-    _, k, v = inputs(requires_grad=True)
-    steps = torch.randn(6, B, 5)
+    decoder = kind(5, 8, key_size=D, value_size=DV, dtype=dtype)
+    _, k, v = inputs(requires_grad=True, dtype=dtype)
+    steps = torch.randn(6, B, 5, dtype=dtype)
     leaves = [k, v, *decoder.parameters()]
 
-    def call(backend):
+    def call(backend, source):
         with bf.backends.use(backend):
-            memory = decoder.attention.memory(k, v, mask=PER_ROW)
-            outputs, _ = decoder(steps, memory=memory)
+            outputs, _ = decoder(steps, **SOURCES[source](decoder.attention.memory, k, v))
         return outputs, decoder.attention_weights
 
     best = bf.backends.available()[-2:][0]
-    close(
-        with_gradients(lambda: call(best), leaves),
-        with_gradients(lambda: call("reference"), leaves),
-    )
-    assert not decoder.attention_weights[~PER_ROW.unsqueeze(1).expand(B, 6, TK)].any()
+    got = with_gradients(lambda: call(best, source), leaves)
+    other = "reference" if dtype is torch.float32 else best  # 16 bits round at every step
+    close(got, with_gradients(lambda: call(other, "of the memory"), leaves))
+    seen = (PREFIX & PER_ROW & RIGHT).unsqueeze(1).expand(B, 6, TK)
+    assert not decoder.attention_weights[1:][~seen[1:]].any()
+    torch.testing.assert_close(decoder.attention_weights[0], torch.full((6, TK), 1 / TK).to(dtype))
+    memory, given = decoder.attention.memory, SOURCES[source](decoder.attention.memory, k, v)
+    assert decoder.explain(steps, **given) == decoder.explain(steps, memory=memory(k, v))
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -455,9 +455,16 @@ def test_errors():
     inputs, keys, values = torch.zeros(T, B, E), torch.zeros(B, TK, DK), torch.zeros(B, TK, DV)
     memory = module.attention.memory(keys, values)
     hidden, on_memory = torch.zeros(1, B, H), partial(module, memory=memory)
+    mask = torch.ones(B, T, TK, dtype=torch.bool)
+    per_query = partial(module, mask=mask)
+    on_many = partial(module, memory=module.attention.memory(keys, values, mask=mask))
     for error, message, function, *arguments in (
         (TypeError, "exactly one of keys and memory must be given", module, inputs),
         (TypeError, "got both", on_memory, inputs, None, keys),
+        (TypeError, "values must be None beside a memory", on_memory, inputs, None, None, values),
+        (TypeError, "valid_lens must be None", on_memory, inputs, None, None, None, LENS),
+        (ValueError, r"mask must have shape \(5, 11\)", per_query, inputs, hidden, keys, values),
+        (ValueError, "mask must have shape", on_many, inputs, hidden),
         (ValueError, "inputs must have 3 dimensions", on_memory, inputs[0]),
         (ValueError, "inputs must have feature size 3", on_memory, torch.zeros(T, B, E + 1)),
         (TypeError, "inputs must be float32", on_memory, inputs.long()),
