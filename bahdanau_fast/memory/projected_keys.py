@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.memory.shapes import Shape, queries_as_rows, spread_queries
+from bahdanau_fast.memory.room import Room, joined
+from bahdanau_fast.memory.shapes import Shape, queries_as_rows, spread_queries, steps_as_rows
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards
@@ -99,7 +101,7 @@ class Memory:
 
     The result of :meth:`AdditiveAttention.memory`, for :meth:`AdditiveAttention.attend` of the same
     module. Beams are queries against one memory: nothing in it is copied per beam. ``memory[rows]``
-    selects batch rows, e.g. those of unfinished sentences.
+    selects batch rows, e.g. those of unfinished sentences; :meth:`append` gives one with more keys.
 
     Keys may have any number of batch dimensions; a memory holds them as one, B, their product.
 
@@ -124,6 +126,61 @@ class Memory:
     mask: Tensor | None = None
     maker: Maker | None = None
     batch: tuple[int, ...] | None = None
+    _room: Room | None = None
+
+    def append(self, keys: Tensor, values: Tensor | None = None) -> Memory:
+        """The memory with more keys at the end, of which only these are projected.
+
+        A decoder attends to its states so far by appending the newest one at every step. This
+        memory stays as it is, and may be appended to again. Rows are written behind those of this
+        memory, into buffers that double when they are full: T steps copy O(T) rows and keep as
+        many, with gradients too, since nothing is written to rows that a memory has. So nobody else
+        may write to its values. Compiled code, exports and transforms copy all rows at every step,
+        as ``torch.cat`` does. A table of exponentials, which ``memory()`` computes on the CPU, is
+        left out.
+
+        Args:
+            keys: (B,n,Dk), or a state (B,Dk), which is one key; B as the memory's keys have it.
+            values: (B,n,Dv), or (B,Dv); default: the keys.
+
+        Returns:
+            The memory to use next. Where this one has a mask, queries may look at all new keys.
+
+        Raises:
+            TypeError, ValueError: sizes, dtype or device are not those of the memory; a memory with
+                ``valid_lens``; a copy, which has no module.
+        """
+        if self.maker is None:
+            checks.reject(ValueError, "memory", "be of a module, to be appended to", "a copy")
+        if self.valid_lens is not None:
+            need = "have a mask, torch.arange(Tk) < lens[:, None], to be appended to"
+            checks.reject(ValueError, "memory", need, f"valid_lens {tuple(self.valid_lens.shape)}")
+        module: Any = self.maker.module
+        keys, values = self._more(keys, values)
+        backwards = None if torch.compiler.is_compiling() else self.projected.backwards
+        rows, more = (self.projected.keys, self.values), (module._keys(keys, backwards), values)
+        for name, x, y in zip(("keys", "values"), rows, more, strict=True):
+            if y.shape[2] != x.shape[2]:
+                need = f"have the feature size of the memory, {x.shape[2]}"
+                checks.reject(ValueError, name, need, tuple(y.shape))
+        (all_keys, all_values), room = joined(self._room, rows, more)
+        token = None if backwards is None else backwards.begin()
+        projected = ProjectedKeys(all_keys, backwards=backwards, token=token)
+        mask = None if self.mask is None else F.pad(self.mask, (0, keys.shape[1]), value=True)
+        return replace(self, projected=projected, values=all_values, mask=mask, _room=room)
+
+    def _more(self, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values to append, in three dimensions."""
+        batch = (self.values.shape[0],) if self.batch is None else self.batch
+
+        def as_rows(name: str, x: Any) -> Any:
+            return steps_as_rows(name, x, batch, "the memory")[0] if isinstance(x, Tensor) else x
+
+        keys = as_rows("keys", keys)
+        values = keys if values is None else as_rows("values", values)
+        checks.keys_and_values(keys, values, None)
+        checks.same_kind("keys", keys, "the memory", self.values)
+        return keys, values
 
     def for_queries(
         self, queries: Tensor, mask: Tensor | None
@@ -192,7 +249,7 @@ class Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)
-        return replace(self, projected=projected, values=values, **fields)
+        return replace(self, projected=projected, values=values, _room=None, **fields)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         # Tensors are copied without their autograd graph, as attention_weights are in modules.
@@ -202,7 +259,7 @@ class Memory:
         return Memory(**{**copy.deepcopy(self.__getstate__(), memo), "maker": maker})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self.detach()), "maker": None}
+        return {**vars(self.detach()), "maker": None, "_room": None}
 
     def __repr__(self) -> str:
         keys = self.projected.keys

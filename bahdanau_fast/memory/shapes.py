@@ -18,7 +18,15 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["Shape", "as_rows", "lengths", "queries_as_rows", "source_as_rows", "spread_queries"]
+__all__ = [
+    "Shape",
+    "as_rows",
+    "lengths",
+    "queries_as_rows",
+    "source_as_rows",
+    "spread_queries",
+    "steps_as_rows",
+]
 
 
 class Shape(NamedTuple):
@@ -95,15 +103,22 @@ def queries_as_rows(
     queries: Tensor, mask: Tensor | None, batch: tuple[int, ...], keys_len: int, of: str
 ) -> tuple[Tensor, Tensor | None, Shape]:
     """Queries of what has these batch dimensions, and their mask, in three dimensions."""
-    dims = len(batch)
-    if tuple(queries.shape[:dims]) != batch or queries.dim() not in (dims + 1, dims + 2):
-        need = f"have the batch dimensions of {of}, {batch}, and one or two more"
-        image = ": keys (B, h, w, C) of an image are keys.flatten(1, 2)"
-        hint = image if dims == 2 and queries.dim() in (2, 3) else ""
-        checks.reject(ValueError, "queries", need, f"{tuple(queries.shape)}{hint}")
-    shape = Shape(batch, queries.dim() == dims + 1)
-    queries = shape.flatten(queries.unsqueeze(-2) if shape.state else queries)
+    image = ": keys (B, h, w, C) of an image are keys.flatten(1, 2)"
+    hint = image if len(batch) == 2 and queries.dim() in (2, 3) else ""
+    queries, shape = steps_as_rows("queries", queries, batch, of, hint)
     return queries, _mask(shape, mask, queries.shape[1], keys_len), shape
+
+
+def steps_as_rows(
+    name: str, steps: Tensor, batch: tuple[int, ...], of: str, hint: str = ""
+) -> tuple[Tensor, Shape]:
+    """Steps (*batch,T,D), or one without T, of what has these batch dimensions, as (B,T,D)."""
+    dims = len(batch)
+    if tuple(steps.shape[:dims]) != batch or steps.dim() not in (dims + 1, dims + 2):
+        need = f"have the batch dimensions of {of}, {batch}, and one or two more"
+        checks.reject(ValueError, name, need, f"{tuple(steps.shape)}{hint}")
+    shape = Shape(batch, steps.dim() == dims + 1)
+    return shape.flatten(steps.unsqueeze(-2) if shape.state else steps), shape
 
 
 def source_as_rows(

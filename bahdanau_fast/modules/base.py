@@ -101,7 +101,11 @@ class Attention(KeepsWeights):
         self, keys: Tensor, values: Tensor, shared: bool
     ) -> tuple[ProjectedKeys, Maker | None]:
         """Keys as the calls on a memory take them, with these values."""
-        return ProjectedKeys(keys), None
+        return ProjectedKeys(keys), Maker(self)
+
+    def _keys(self, keys: Tensor, backwards: PendingBackwards | None) -> Tensor:
+        """Projected keys, by a node that several calls share where ``backwards`` counts them."""
+        return keys
 
     def _shared(self, memory: Memory) -> Memory:
         """A memory, for calls that share one node of the graph."""
@@ -162,22 +166,18 @@ class Additive(Attention):
         self, keys: Tensor, values: Tensor, shared: bool
     ) -> tuple[ProjectedKeys, Maker | None]:
         self._draw(None, keys)
-        layer = self._modules[self._key_layer]
-        check_features("keys", keys, layer)
-        if self.bias is not None:
-            checks.same_kind("keys", keys, "the module's bias", self.bias)
         backend = backends.resolve(keys.device, dtype=keys.dtype)
         remembers_keys = backends.BACKENDS[backend].remembers_keys
-        weight, w_v = plain_weight(layer), plain_weight(self._modules[self._score_layer])
+        weight = plain_weight(self._modules[self._key_layer])
+        w_v = plain_weight(self._modules[self._score_layer])
         backwards = token = None
         shared = shared or not self._reads_table
         if shared and not torch.compiler.is_compiling() and may_share(keys, weight, self.bias):
-            assert weight is not None
             backwards = PendingBackwards()
-            projected_keys, _ = shared_linear(keys, weight, self.bias, backwards)
             token = backwards.begin()
         else:
-            projected_keys, weight = apply_layer(layer, keys, self.bias), None
+            weight = None
+        projected_keys = self._keys(keys, backwards)
         # Without the scoring layer's weight, attend will call that layer instead of a kernel.
         reads_table = self._reads_table and w_v is not None
         projected = project(
@@ -189,6 +189,16 @@ class Additive(Attention):
         if w_v is not None and (reads_table or (backwards is not None and remembers_keys)):
             projected = projected.share(values, w_v, reads_table)
         return projected, Maker.of(self, weight if remembers_keys else None, self.bias)
+
+    def _keys(self, keys: Tensor, backwards: PendingBackwards | None) -> Tensor:
+        layer = self._modules[self._key_layer]
+        check_features("keys", keys, layer)
+        if self.bias is not None:
+            checks.same_kind("keys", keys, "the module's bias", self.bias)
+        weight = plain_weight(layer)
+        if weight is None or backwards is None or not may_share(keys, weight, self.bias):
+            return apply_layer(layer, keys, self.bias)
+        return shared_linear(keys, weight, self.bias, backwards)[0]
 
     def _shared(self, memory: Memory) -> Memory:
         w_v = plain_weight(self._modules[self._score_layer])
