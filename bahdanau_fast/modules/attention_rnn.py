@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
@@ -15,6 +18,8 @@ from bahdanau_fast.modules.base import KeepsWeights
 from bahdanau_fast.modules.decoder_loop import decode_given, explain
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
+
+Inputs = TypeVar("Inputs", Tensor, PackedSequence)
 
 
 class _AttentionRNN(KeepsWeights):
@@ -56,7 +61,7 @@ class _AttentionRNN(KeepsWeights):
 
     def forward(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         hidden: Any = None,
         keys: Tensor | None = None,
         values: Tensor | None = None,
@@ -64,11 +69,12 @@ class _AttentionRNN(KeepsWeights):
         *,
         mask: Tensor | None = None,
         memory: Memory | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Inputs, Any]:
         """Decode all inputs.
 
         Args:
-            inputs: (T,B,E), with ``batch_first`` (B,T,E).
+            inputs: (T,B,E), with ``batch_first`` (B,T,E); or a packed sequence. All else has the
+                order of the batch before it was packed, as for ``nn.GRU``.
             hidden: (L,B,H), for an LSTM a pair of those; default zeros.
             keys: (B,Tk,Dk).
             values: (B,Tk,Dv); default: the keys.
@@ -78,16 +84,19 @@ class _AttentionRNN(KeepsWeights):
                 mask in it, both masks hold.
 
         Returns:
-            Outputs of the top layer (T,B,H) or (B,T,H), and the last hidden state; sets
-            ``attention_weights`` (B,T,Tk).
+            Outputs of the top layer (T,B,H) or (B,T,H), packed where the inputs are, and the last
+            hidden state, of every sequence at its last step; sets ``attention_weights`` (B,T,Tk),
+            zeros behind the end of a sequence.
 
         Raises:
             TypeError, ValueError: neither or both of ``keys`` and ``memory``, values or lengths
                 beside a memory, or sizes that do not fit.
         """
         source = keys, values, valid_lens, mask, memory
-        steps, hidden, memory = self._prepared(inputs, hidden, *source)
-        decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
+        runs, hidden, memory = self._prepared(inputs, hidden, *source)
+        if isinstance(inputs, PackedSequence):
+            return self._decode_packed(inputs, runs, hidden, memory)
+        decoded = decode_given(self.attention, self.rnn, runs[0], hidden, memory)
         self.attention_weights = decoded.weights.transpose(0, 1)
         outputs = decoded.features
         return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
@@ -97,7 +106,7 @@ class _AttentionRNN(KeepsWeights):
 
     def explain(
         self,
-        inputs: Tensor,
+        inputs: Tensor | PackedSequence,
         hidden: Any = None,
         keys: Tensor | None = None,
         values: Tensor | None = None,
@@ -109,37 +118,71 @@ class _AttentionRNN(KeepsWeights):
         """How a call with these inputs would be computed, and why; projects the keys, no more.
 
         On a GPU "one launch" takes all steps, or "a loop" takes launches per step. "One operator"
-        takes all steps on the CPU. "Step by step" calls the layers. Arguments and errors are as for
-        a call.
+        takes all steps on the CPU. "Step by step" calls the layers. Of a packed sequence, this is
+        said of the steps that have as many rows. Arguments and errors are as for a call.
 
         >>> AttentionGRU(8, 16).explain(torch.zeros(7, 4, 8), keys=torch.zeros(4, 9, 16))
         'cpu: one operator: its C++ takes all steps'
         """
         source = keys, values, valid_lens, mask, memory
-        steps, _, memory = self._prepared(inputs, hidden, *source)
-        return explain(self.attention, self.rnn, steps, memory)
+        runs, _, memory = self._prepared(inputs, hidden, *source)
+        said = (explain(self.attention, self.rnn, x, memory[: x.shape[1]]) for x in runs)
+        return "; ".join(dict.fromkeys(said))
+
+    def _decode_packed(
+        self, inputs: PackedSequence, runs: list[Tensor], hidden: Any, memory: Memory
+    ) -> tuple[PackedSequence, Any]:
+        """Run by run, each of fewer rows; the states of sequences that have ended wait."""
+        features, weights, ended = [], [], []
+        rows = runs[0].shape[1]
+        for steps in runs:
+            count = steps.shape[1]
+            if count < memory.values.shape[0]:
+                ended.append(_rows(hidden, slice(count, None)))
+                hidden, memory = _rows(hidden, slice(count)), memory[:count]
+            decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
+            hidden = decoded.hidden
+            features.append(decoded.features.flatten(0, 1))
+            weights.append(F.pad(decoded.weights, (0, 0, 0, rows - count)))
+        all_weights, order = torch.cat(weights).transpose(0, 1), inputs.unsorted_indices
+        parts = hidden, *reversed(ended)
+        if isinstance(hidden, tuple):
+            hidden = tuple(torch.cat(states, 1) for states in zip(*parts, strict=True))
+        else:
+            hidden = torch.cat(parts, 1)
+        if order is not None:
+            all_weights, hidden = all_weights[order], _rows(hidden, order)
+        self.attention_weights = all_weights
+        return PackedSequence(torch.cat(features), *inputs[1:]), hidden
 
     def _prepared(
         self,
-        inputs: Tensor,
+        inputs: Tensor | PackedSequence,
         hidden: Any,
         keys: Tensor | None,
         values: Tensor | None,
         valid_lens: Tensor | None,
         mask: Tensor | None,
         memory: Memory | None,
-    ) -> tuple[Tensor, Any, Memory]:
-        """Inputs (T,B,E), hidden state and memory of a call."""
-        memory = self._memory(keys, values, valid_lens, mask, memory)
-        checks.rows("inputs", inputs)
-        steps = inputs.transpose(0, 1) if self.batch_first else inputs
+    ) -> tuple[list[Tensor], Any, Memory]:
+        """Runs of inputs (T,B,E) with as many rows, hidden state and memory of a call."""
+        memory, order = self._memory(keys, values, valid_lens, mask, memory), None
+        if isinstance(inputs, PackedSequence):
+            runs, order = _runs(inputs), inputs.sorted_indices
+            checks.rows("inputs", runs[0])
+        else:
+            checks.rows("inputs", inputs)
+            runs = [inputs.transpose(0, 1) if self.batch_first else inputs]
+        steps = runs[0]
         if hidden is None:
-            zeros = inputs.new_zeros((self.rnn.num_layers, steps.shape[1], self.rnn.hidden_size))
+            zeros = steps.new_zeros((self.rnn.num_layers, steps.shape[1], self.rnn.hidden_size))
             hidden = (zeros, zeros) if isinstance(self.rnn, nn.LSTM) else zeros
         elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
             checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
         self._check(steps, hidden, *memory.values.shape)
-        return steps, hidden, memory
+        if order is not None:
+            hidden, memory = _rows(hidden, order), memory[order]
+        return runs, hidden, memory
 
     def _memory(
         self,
@@ -182,11 +225,24 @@ class _AttentionRNN(KeepsWeights):
             checks.same_kind("hidden", part, "inputs", steps)
 
 
+def _runs(inputs: PackedSequence) -> list[Tensor]:
+    """Steps (T,B,E) of a packed sequence that have as many rows."""
+    sizes = [(len([*steps]), rows) for rows, steps in groupby(inputs.batch_sizes.tolist())]
+    parts = inputs.data.split([count * rows for count, rows in sizes])
+    return [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _rows(hidden: Any, rows: slice | Tensor) -> Any:
+    """Some rows of a state (L,B,H), or of a pair of those."""
+    return tuple(x[:, rows] for x in hidden) if isinstance(hidden, tuple) else hidden[:, rows]
+
+
 class AttentionGRU(_AttentionRNN):
     """A GRU that attends at every step (Bahdanau, Cho and Bengio 2014), over all inputs.
 
     ``context_t = attention(h_top[t-1], keys)`` goes in front of input t into the first layer.
-    All steps are one operator, forward and backward; :meth:`explain` says where they are not. Its
+    All steps are one operator, forward and backward; :meth:`explain` says where they are not. Of a
+    packed sequence, the steps with as many rows are one: sequences of one length are fastest. Its
     ``attention`` and ``rnn`` have the names of the course's decoder, so a ``state_dict`` of one
     loads into the other. Hooks of ``attention`` run at every step, with queries and memory as its
     arguments.

@@ -31,6 +31,7 @@ from decoders import (
 )
 from profiled import counts
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import bahdanau_fast as bf
 from bahdanau_fast.modules import decoder_loop
@@ -448,6 +449,68 @@ def test_copies_and_pickles():
     want = call(module, tensors)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(call(twin, tensors), want)
+
+
+@BOTH
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("lengths", [[6, 6, 4, 1, 1], [2, 6, 1, 5, 2], [3] * B], ids=str)
+def test_packed_inputs(cls, layers, lengths):
+    """As every sequence alone, gradients too; packing has its order, all else the batch's."""
+    module, tensors = layer(cls, layers), given(cls, layers)
+    mask = torch.arange(TK) % 3 > 0
+    names = ["inputs", "keys", "values", "hidden", *(["cell"] if "cell" in tensors else [])]
+
+    def called(inputs, rows):
+        _, keys, values, *states = (
+            tensors[n][:, rows] if n in names[3:] else tensors[n][rows] for n in names
+        )
+        hidden = tuple(states) if len(states) > 1 else states[0]
+        source = {"keys": keys, "values": values, "valid_lens": LENS[rows]}
+        source["mask"] = mask.expand(len(keys), TK)
+        outputs, last = module(inputs, hidden, **source)
+        return outputs, last if isinstance(last, tuple) else (last,), module.attention_weights
+
+    in_order = sorted(lengths, reverse=True) == lengths
+    packed = pack_padded_sequence(tensors["inputs"], lengths, enforce_sorted=in_order)
+    outputs, last, weights = called(packed, slice(None))
+    assert isinstance(outputs, PackedSequence)
+    padded, ends = pad_packed_sequence(outputs)
+    assert ends.tolist() == lengths
+    got = [padded, *last, weights]
+    rows = [
+        called(tensors["inputs"][:n, i : i + 1], slice(i, i + 1)) for i, n in enumerate(lengths)
+    ]
+    most = max(lengths)
+    want = [torch.cat([nn.functional.pad(o, (0, 0, 0, 0, 0, most - len(o))) for o, *_ in rows], 1)]
+    want += [torch.cat(states, 1) for states in zip(*(x for _, x, _ in rows), strict=True)]
+    want += [torch.cat([nn.functional.pad(w, (0, 0, 0, most - w.shape[1])) for *_, w in rows])]
+    torch.testing.assert_close(got, want, **EXACT)
+    leaves = [*tensors.values(), *module.parameters()]
+    got, want = (torch.autograd.grad(sum(x.cos().sum() for x in of), leaves) for of in (got, want))
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_packed_inputs_by_default_and_explained():
+    module = bf.AttentionGRU(E, H, 2, batch_first=True).eval()
+    keys, inputs = torch.randn(3, TK, H), torch.randn(3, T, E)
+    packed = pack_padded_sequence(inputs, [2, 6, 4], batch_first=True, enforce_sorted=False)
+    outputs, hidden = module(packed, keys=keys)
+    padded, _ = pad_packed_sequence(outputs, batch_first=True)
+    want, last = module(inputs, keys=keys)
+    torch.testing.assert_close(padded[1], want[1])
+    torch.testing.assert_close(hidden[:, 1], last[:, 1])
+    torch.testing.assert_close(hidden[1, 2], want[2, 3])
+    compiled, _ = torch.compile(module, backend="eager")(packed, keys=keys)
+    torch.testing.assert_close(compiled.data, outputs.data)
+    on_memory, _ = module(packed, memory=module.attention.memory(keys.requires_grad_()))
+    torch.testing.assert_close(on_memory.data, outputs.data)
+    on_memory.data.sum().backward()
+    assert keys.grad.abs().sum() > 0
+    assert module.explain(packed, keys=keys).count("cpu") == 1
+    with pytest.raises(ValueError, match="inputs must have the batch size of the memory, 2"):
+        module(packed, keys=keys[:2])
+    with pytest.raises(ValueError, match="inputs must have 3 dimensions"):
+        module(pack_padded_sequence(inputs[..., 0], [6, 4, 2], batch_first=True), keys=keys)
 
 
 def test_errors():
