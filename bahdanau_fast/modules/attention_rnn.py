@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,13 @@ from bahdanau_fast import checks
 from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.base import KeepsWeights
-from bahdanau_fast.modules.decoder_loop import decode_given, explain
+from bahdanau_fast.modules.decoder_loop import (
+    Sequence,
+    attend_after_step,
+    attend_with_hooks,
+    decode_given,
+    explain,
+)
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
@@ -26,6 +33,7 @@ class _AttentionRNN(KeepsWeights):
     """Base of both layers; a subclass sets ``_cell``."""
 
     _cell: type[nn.GRU] | type[nn.LSTM]
+    attention_first = input_feeding = True  # of modules that were pickled before one could choose
 
     def __init__(
         self,
@@ -40,10 +48,15 @@ class _AttentionRNN(KeepsWeights):
         value_size: int | None = None,
         num_hiddens: int | None = None,
         attention_dropout: float = 0.0,
+        attention_first: bool = True,
+        input_feeding: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if attention_first and not input_feeding:
+            checks.reject(ValueError, "input_feeding", "be True where attention is first", False)
+        self.attention_first, self.input_feeding = attention_first, input_feeding
         key_size = hidden_size if key_size is None else key_size
         value_size = key_size if value_size is None else value_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -55,9 +68,8 @@ class _AttentionRNN(KeepsWeights):
             attention_dropout,
             **factory,
         )
-        self.rnn = self._cell(
-            value_size + input_size, hidden_size, num_layers, bias, dropout=dropout, **factory
-        )
+        below = value_size * input_feeding + input_size
+        self.rnn = self._cell(below, hidden_size, num_layers, bias, dropout=dropout, **factory)
 
     def forward(
         self,
@@ -69,6 +81,7 @@ class _AttentionRNN(KeepsWeights):
         *,
         mask: Tensor | None = None,
         memory: Memory | None = None,
+        context: Tensor | None = None,
     ) -> tuple[Inputs, Any]:
         """Decode all inputs.
 
@@ -82,24 +95,29 @@ class _AttentionRNN(KeepsWeights):
             mask: bool (B,Tk) or (B,1,Tk), True where the steps may look; with lengths, both hold.
             memory: from ``attention.memory(...)``, instead of keys, values and lengths; with a
                 mask in it, both masks hold.
+            context: (B,Dv), what the first step takes where the context of a step goes into the
+                next one (``attention_first=False``); default zeros.
 
         Returns:
             Outputs of the top layer (T,B,H) or (B,T,H), packed where the inputs are, and the last
             hidden state, of every sequence at its last step; sets ``attention_weights`` (B,T,Tk),
-            zeros behind the end of a sequence.
+            zeros behind the end of a sequence. With ``attention_first=False`` the context of a step
+            stands behind its output: (T,B,H+Dv).
 
         Raises:
             TypeError, ValueError: neither or both of ``keys`` and ``memory``, values or lengths
-                beside a memory, or sizes that do not fit.
+                beside a memory, a context that no step takes, or sizes that do not fit.
         """
         source = keys, values, valid_lens, mask, memory
-        runs, hidden, memory = self._prepared(inputs, hidden, *source)
+        runs, state, memory = self._prepared(inputs, hidden, *source, context)
         if isinstance(inputs, PackedSequence):
-            return self._decode_packed(inputs, runs, hidden, memory)
-        decoded = decode_given(self.attention, self.rnn, runs[0], hidden, memory)
-        self.attention_weights = decoded.weights.transpose(0, 1)
-        outputs = decoded.features
-        return outputs.transpose(0, 1) if self.batch_first else outputs, decoded.hidden
+            packed, weights, state = self._decode_packed(inputs, runs, state, memory)
+            outputs: Any = packed
+        else:
+            outputs, weights, state = self._decode(runs[0], state, memory)
+            outputs = outputs.transpose(0, 1) if self.batch_first else outputs
+        self.attention_weights = weights.transpose(0, 1)
+        return outputs, state[0] if self._feeds else state
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -126,34 +144,51 @@ class _AttentionRNN(KeepsWeights):
         """
         source = keys, values, valid_lens, mask, memory
         runs, _, memory = self._prepared(inputs, hidden, *source)
+        if not self.attention_first:
+            after = "all steps of the layer, then one call of the attention"
+            return "step by step: the attention comes after the cell" if self._feeds else after
         said = (explain(self.attention, self.rnn, x, memory[: x.shape[1]]) for x in runs)
         return "; ".join(dict.fromkeys(said))
 
+    @property
+    def _feeds(self) -> bool:
+        """Whether the context of a step goes into the next one; it is a part of the state then."""
+        return self.input_feeding and not self.attention_first
+
+    def _decode(self, steps: Tensor, state: Any, memory: Memory) -> Sequence:
+        attention, rnn = self.attention, self.rnn
+        if self.attention_first:
+            return decode_given(attention, rnn, steps, state, memory)
+        if memory.maker is None:
+            memory = attention._shared(memory)
+        if self._feeds:
+            step = partial(attend_after_step, attention, rnn)
+            return decode_given(attention, rnn, steps, state, memory, step)
+        features, state = rnn(steps, state)
+        contexts, weights = attend_with_hooks(attention, features.transpose(0, 1), memory)
+        features = torch.cat((features, contexts.transpose(0, 1)), -1)
+        return Sequence(features, weights.transpose(0, 1), state)
+
     def _decode_packed(
-        self, inputs: PackedSequence, runs: list[Tensor], hidden: Any, memory: Memory
-    ) -> tuple[PackedSequence, Any]:
-        """Run by run, each of fewer rows; the states of sequences that have ended wait."""
+        self, inputs: PackedSequence, runs: list[Tensor], state: Any, memory: Memory
+    ) -> tuple[PackedSequence, Tensor, Any]:
+        """Run by run, of fewer and fewer rows; the states of sequences that have ended wait."""
         features, weights, ended = [], [], []
         rows = runs[0].shape[1]
         for steps in runs:
             count = steps.shape[1]
             if count < memory.values.shape[0]:
-                ended.append(_rows(hidden, slice(count, None)))
-                hidden, memory = _rows(hidden, slice(count)), memory[:count]
-            decoded = decode_given(self.attention, self.rnn, steps, hidden, memory)
-            hidden = decoded.hidden
+                ended.append(_rows(state, slice(count, None)))
+                state, memory = _rows(state, slice(count)), memory[:count]
+            decoded = self._decode(steps, state, memory)
+            state = decoded.hidden
             features.append(decoded.features.flatten(0, 1))
             weights.append(F.pad(decoded.weights, (0, 0, 0, rows - count)))
-        all_weights, order = torch.cat(weights).transpose(0, 1), inputs.unsorted_indices
-        parts = hidden, *reversed(ended)
-        if isinstance(hidden, tuple):
-            hidden = tuple(torch.cat(states, 1) for states in zip(*parts, strict=True))
-        else:
-            hidden = torch.cat(parts, 1)
+        all_weights, order = torch.cat(weights), inputs.unsorted_indices
+        state = _together(state, *reversed(ended))
         if order is not None:
-            all_weights, hidden = all_weights[order], _rows(hidden, order)
-        self.attention_weights = all_weights
-        return PackedSequence(torch.cat(features), *inputs[1:]), hidden
+            all_weights, state = all_weights[:, order], _rows(state, order)
+        return PackedSequence(torch.cat(features), *inputs[1:]), all_weights, state
 
     def _prepared(
         self,
@@ -164,8 +199,9 @@ class _AttentionRNN(KeepsWeights):
         valid_lens: Tensor | None,
         mask: Tensor | None,
         memory: Memory | None,
+        context: Tensor | None = None,
     ) -> tuple[list[Tensor], Any, Memory]:
-        """Runs of inputs (T,B,E) with as many rows, hidden state and memory of a call."""
+        """Runs of inputs (T,B,E) with as many rows, state and memory of a call."""
         memory, order = self._memory(keys, values, valid_lens, mask, memory), None
         if isinstance(inputs, PackedSequence):
             runs, order = _runs(inputs), inputs.sorted_indices
@@ -180,9 +216,23 @@ class _AttentionRNN(KeepsWeights):
         elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
             checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
         self._check(steps, hidden, *memory.values.shape)
+        state = self._with_context(hidden, context, steps, memory)
         if order is not None:
-            hidden, memory = _rows(hidden, order), memory[order]
-        return runs, hidden, memory
+            state, memory = _rows(state, order), memory[order]
+        return runs, state, memory
+
+    def _with_context(
+        self, hidden: Any, context: Tensor | None, steps: Tensor, memory: Memory
+    ) -> Any:
+        """The hidden state; where contexts are fed, and the first context (1,B,Dv)."""
+        batch, _, size = memory.values.shape
+        if context is None:
+            return (hidden, steps.new_zeros((1, batch, size))) if self._feeds else hidden
+        if not self._feeds:
+            need = "be None where no step takes the context of the one before"
+            checks.reject(TypeError, "context", need, "a context")
+        checks.weight("context", context, (batch, size), steps)
+        return hidden, context.unsqueeze(0)
 
     def _memory(
         self,
@@ -208,12 +258,15 @@ class _AttentionRNN(KeepsWeights):
         projected = memory.projected.keys
         query = projected.new_empty((len(projected), 1, 0))
         _, mask, _ = memory.for_queries(query, mask)
+        lens = memory.valid_lens
+        if lens is not None and lens.dim() == 2:  # of one query
+            return replace(memory, valid_lens=lens.squeeze(1), mask=mask)
         return memory if mask is memory.mask else replace(memory, mask=mask)
 
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
         rnn = self.rnn
-        checks.features("inputs", steps, rnn.input_size - value_size)
+        checks.features("inputs", steps, rnn.input_size - value_size * self.input_feeding)
         if steps.shape[1] != batch:
             need = f"have the batch size of the memory, {batch}"
             checks.reject(ValueError, "inputs", need, tuple(steps.shape))
@@ -232,9 +285,16 @@ def _runs(inputs: PackedSequence) -> list[Tensor]:
     return [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _rows(hidden: Any, rows: slice | Tensor) -> Any:
-    """Some rows of a state (L,B,H), or of a pair of those."""
-    return tuple(x[:, rows] for x in hidden) if isinstance(hidden, tuple) else hidden[:, rows]
+def _rows(state: Any, rows: slice | Tensor) -> Any:
+    """Some rows of a state (L,B,H), or of the states in a tuple."""
+    return tuple(_rows(x, rows) for x in state) if isinstance(state, tuple) else state[:, rows]
+
+
+def _together(*states: Any) -> Any:
+    """The rows of several states."""
+    if isinstance(states[0], tuple):
+        return tuple(_together(*parts) for parts in zip(*states, strict=True))
+    return torch.cat(states, 1)
 
 
 class AttentionGRU(_AttentionRNN):
@@ -247,6 +307,13 @@ class AttentionGRU(_AttentionRNN):
     loads into the other. Hooks of ``attention`` run at every step, with queries and memory as its
     arguments.
 
+    With ``attention_first=False`` the attention comes after the cell (Luong, Pham and Manning 2015,
+    https://arxiv.org/abs/1508.04025, section 3.3; Tacotron): ``context_t = attention(h_top[t],
+    keys)``, and the one before goes in front of input t. Outputs are both, ``[h_top[t],
+    context_t]``, as the layer takes them that gives Luong's attentional state. Steps are taken one
+    by one. With ``input_feeding=False`` no context goes into the cell: all its steps come first,
+    then one call of the attention with T queries.
+
     Args:
         input_size: size of an input, E.
         hidden_size: H, the size of the queries too.
@@ -258,6 +325,8 @@ class AttentionGRU(_AttentionRNN):
         value_size: Dv; default Dk.
         num_hiddens: hidden units of the attention; default H.
         attention_dropout: on the attention weights, in training.
+        attention_first: the state before a step is its query; else the one after it.
+        input_feeding: the cell takes contexts; False is for ``attention_first=False``.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -265,7 +334,8 @@ class AttentionGRU(_AttentionRNN):
         attention_weights: (B,T,Tk) of the last call.
 
     Raises:
-        ValueError: a size below 1, a dropout outside [0, 1].
+        ValueError: a size below 1, a dropout outside [0, 1], attention that comes first and is not
+            fed.
 
     >>> decoder = AttentionGRU(8, 16, num_layers=2, batch_first=True)
     >>> outputs, hidden = decoder(torch.zeros(4, 7, 8), keys=torch.zeros(4, 9, 16))

@@ -19,7 +19,16 @@ from bahdanau_fast.ops import decode
 from bahdanau_fast.ops.decode import SpecialTokens
 from bahdanau_fast.ops.dropout import dropout_seed
 
-__all__ = ["SpecialTokens", "attend_step", "decode_given", "decode_greedily", "explain"]
+__all__ = [
+    "Sequence",
+    "SpecialTokens",
+    "attend_after_step",
+    "attend_step",
+    "attend_with_hooks",
+    "decode_given",
+    "decode_greedily",
+    "explain",
+]
 
 _NO_CELLS = backends.Cells()
 
@@ -41,15 +50,32 @@ def attend_step(
     top = (hidden[0] if isinstance(hidden, tuple) else hidden)[-1]
     batch = memory.values.shape[0]
     queries = top.unflatten(0, (batch, top.shape[0] // batch if batch else 1))
-    if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
-        hooked: Any = attention  # attend() runs no hooks
-        context = hooked(queries, memory, None)
-    else:
-        context = attention.attend(queries, memory)
-    weights = attention.attention_weights
+    context, weights = attend_with_hooks(attention, queries, memory)
     below = torch.cat((context.flatten(0, 1), inputs), dim=-1)
     features, hidden = rnn(below.unsqueeze(0), hidden)
     return features.squeeze(0), weights, hidden
+
+
+def attend_after_step(
+    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, state: Any, memory: Memory
+) -> tuple[Tensor, Tensor, Any]:
+    """One step whose new state is the query: features and context (B,H+Dv), weights, state."""
+    # The state is a pair: that of the cell, and the context (1,B,Dv) that goes into the next step.
+    hidden, context = state
+    below = torch.cat((context, inputs.unsqueeze(0)), dim=-1)
+    features, hidden = rnn(below, hidden)
+    context, weights = attend_with_hooks(attention, features.transpose(0, 1), memory)
+    context = context.transpose(0, 1)
+    return torch.cat((features, context), dim=-1).squeeze(0), weights, (hidden, context)
+
+
+def attend_with_hooks(attention: Any, queries: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Contexts (B,Tq,Dv) and weights (B,Tq,Tk) of an attention with its hooks."""
+    if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
+        context = attention(queries, memory, None)  # type: ignore[arg-type]
+    else:  # which runs no hooks
+        context = attention.attend(queries, memory)
+    return context, attention.attention_weights
 
 
 def decode_given(
