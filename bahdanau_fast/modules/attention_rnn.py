@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,10 +17,11 @@ from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.base import KeepsWeights
 from bahdanau_fast.modules.decoder_loop import (
     Sequence,
-    attend_after_step,
     attend_with_hooks,
+    decode_after,
     decode_given,
     explain,
+    takes_operator_after,
 )
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
@@ -144,9 +144,10 @@ class _AttentionRNN(KeepsWeights):
         """
         source = keys, values, valid_lens, mask, memory
         runs, _, memory = self._prepared(inputs, hidden, *source)
-        if not self.attention_first:
-            after = "all steps of the layer, then one call of the attention"
-            return "step by step: the attention comes after the cell" if self._feeds else after
+        if not self.attention_first and not self.input_feeding:
+            return "all steps of the layer, then one call of the attention"
+        if self._feeds and not takes_operator_after(self.attention, self.rnn, runs[0], memory):
+            return "step by step: one step, dropped weights, or layers that no operator takes"
         said = (explain(self.attention, self.rnn, x, memory[: x.shape[1]]) for x in runs)
         return "; ".join(dict.fromkeys(said))
 
@@ -162,8 +163,7 @@ class _AttentionRNN(KeepsWeights):
         if memory.maker is None:
             memory = attention._shared(memory)
         if self._feeds:
-            step = partial(attend_after_step, attention, rnn)
-            return decode_given(attention, rnn, steps, state, memory, step)
+            return decode_after(attention, rnn, steps, state, memory)
         features, state = rnn(steps, state)
         contexts, weights = attend_with_hooks(attention, features.transpose(0, 1), memory)
         features = torch.cat((features, contexts.transpose(0, 1)), -1)
@@ -310,9 +310,10 @@ class AttentionGRU(_AttentionRNN):
     With ``attention_first=False`` the attention comes after the cell (Luong, Pham and Manning 2015,
     https://arxiv.org/abs/1508.04025, section 3.3; Tacotron): ``context_t = attention(h_top[t],
     keys)``, and the one before goes in front of input t. Outputs are both, ``[h_top[t],
-    context_t]``, as the layer takes them that gives Luong's attentional state. Steps are taken one
-    by one. With ``input_feeding=False`` no context goes into the cell: all its steps come first,
-    then one call of the attention with T queries.
+    context_t]``, as the layer takes them that gives Luong's attentional state. With dropout of the
+    attention weights, and in compiled code, its steps are taken one by one. With
+    ``input_feeding=False`` no context goes into the cell: all its steps come first, then one call
+    of the attention with T queries.
 
     Args:
         input_size: size of an input, E.

@@ -22,12 +22,13 @@ from bahdanau_fast.ops.dropout import dropout_seed
 __all__ = [
     "Sequence",
     "SpecialTokens",
-    "attend_after_step",
     "attend_step",
     "attend_with_hooks",
+    "decode_after",
     "decode_given",
     "decode_greedily",
     "explain",
+    "takes_operator_after",
 ]
 
 _NO_CELLS = backends.Cells()
@@ -67,6 +68,36 @@ def attend_after_step(
     context, weights = attend_with_hooks(attention, features.transpose(0, 1), memory)
     context = context.transpose(0, 1)
     return torch.cat((features, context), dim=-1).squeeze(0), weights, (hidden, context)
+
+
+def decode_after(
+    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, state: Any, memory: Memory
+) -> Sequence:
+    """All steps of :func:`attend_after_step`, by the operator of the other order if possible."""
+    # From the second step on both orders are one: the state before a step attends, and its context
+    # goes in. The operator keeps no contexts, which dropped weights alone would give.
+    if not takes_operator_after(attention, rnn, inputs, memory):
+        step = partial(attend_after_step, attention, rnn)
+        return decode_given(attention, rnn, inputs, state, memory, step)
+    hidden, context = state
+    first, hidden = rnn(torch.cat((context, inputs[:1]), -1), hidden)
+    rest = decode_given(attention, rnn, inputs[1:], hidden, memory)
+    features = torch.cat((first, rest.features))
+    last, last_weights = attend_with_hooks(attention, features[-1:].transpose(0, 1), memory)
+    contexts = torch.cat((torch.bmm(rest.weights.transpose(0, 1), memory.values), last), 1)
+    contexts, weights = contexts.transpose(0, 1), (rest.weights, last_weights.transpose(0, 1))
+    return Sequence(
+        torch.cat((features, contexts), -1), torch.cat(weights), (rest.hidden, contexts[-1:])
+    )
+
+
+def takes_operator_after(
+    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory
+) -> bool:
+    """Whether :func:`decode_after` takes the operator for all steps but the first."""
+    if len(inputs) < 2 or plain_dropout(attention.dropout):
+        return False
+    return _operator(attention, rnn, inputs.dtype, memory, len(inputs) - 1).kind != "step by step"
 
 
 def attend_with_hooks(attention: Any, queries: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:

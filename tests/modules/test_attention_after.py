@@ -7,6 +7,7 @@ import pytest
 import torch
 from beside import as_exact
 from decoders import CELLS, DV, EXACT, LENS, TK, B, E, H, T, given, layer
+from profiled import counts
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -157,6 +158,25 @@ def test_packed(cls, feeding):
         torch.testing.assert_close([x[:, row] for x in last], [x[:, row] for x in of_row], **EXACT)
 
 
+def explained(feeding):
+    if not feeding:
+        return "all steps of the layer, then one call of the attention"
+    if "cpu" in bf.backends.available():
+        return "cpu: one operator: its C++ takes all steps"
+    return "step by step: one step, dropped weights, or layers that no operator takes"
+
+
+@pytest.mark.skipif("cpu" not in bf.backends.available(), reason="counts the C++ operator")
+def test_when_all_steps_but_one_are_an_operator():
+    module, tensors = drawn(bf.AttentionGRU, attention_dropout=0.5)
+    assert "decode" not in counts(lambda: called(module, tensors))
+    assert counts(lambda: called(module.eval(), tensors))["decode"] == 1
+    one = {**tensors, "inputs": tensors["inputs"][:1]}
+    assert "decode" not in counts(lambda: called(module, one))
+    module.attention.register_forward_hook(lambda *_: None)
+    assert "decode" not in counts(lambda: called(module, tensors))
+
+
 @FEEDING
 def test_hooks_defaults_copies_and_words(feeding):
     module, tensors = drawn(bf.AttentionGRU, 1, feeding)
@@ -170,7 +190,7 @@ def test_hooks_defaults_copies_and_words(feeding):
         torch.testing.assert_close(twin(**plain), want)
     torch.testing.assert_close(torch.compile(module, backend="eager")(**plain), want, **EXACT)
     said = module.explain(**plain)
-    assert said.startswith("step by step: " if feeding else "all steps of the layer, then one call")
+    assert said == explained(feeding)
     seen = []
     module.attention.register_forward_hook(
         lambda m, inputs, y: seen.append(inputs[0].shape) or 0 * y
