@@ -20,6 +20,7 @@ from bahdanau_fast.modules import AdditiveAttention, MLPAttention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.location import LocationAttention
+from bahdanau_fast.modules.pooling import AttentionPooling
 from bahdanau_fast.ops import decompositions
 
 __version__ = "0.2.0"
@@ -28,6 +29,7 @@ __all__ = [
     "AdditiveAttention",
     "AttentionGRU",
     "AttentionLSTM",
+    "AttentionPooling",
     "DotProductAttention",
     "LocationAttention",
     "MLPAttention",

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.ops.attention import attention, inside_of
+from bahdanau_fast.ops.pooling import plain_scores, pooling_scores
 
 __all__ = ["TABLE"]
 
@@ -30,5 +32,13 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 
+def _pooling_scores(*args: Any, **kwargs: Any) -> Tensor:
+    scores = plain_scores(**pooling_scores.named(*args, **kwargs))
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
 #: For ``torch.export.ExportedProgram.run_decompositions``: plain operations by operator.
-TABLE: dict[Any, Callable[..., Any]] = {attention.overload: _attention}
+TABLE: dict[Any, Callable[..., Any]] = {
+    attention.overload: _attention,
+    pooling_scores.overload: _pooling_scores,
+}

@@ -1,0 +1,254 @@
+"""Attention without a query: pooling of a sequence or of a bag, also with a gate."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from bahdanau_fast import checks, reference
+from bahdanau_fast.memory.shapes import Shape, source_as_rows
+from bahdanau_fast.modules.attention_weights import keep
+from bahdanau_fast.modules.base import KeepsWeights
+from bahdanau_fast.modules.layers import apply_layer, check_features, plain_parameters
+from bahdanau_fast.ops.context import without_autocast
+from bahdanau_fast.ops.pooling import scores_and_keys
+
+__all__ = ["AttentionPooling"]
+
+# Variances below it, which may be negative by rounding, have this one's square root.
+LEAST_VARIANCE = 1e-7
+
+
+class AttentionPooling(KeepsWeights):
+    """``score_j = w . tanh(V x_j + b) + c``, softmax, and the weighted mean of all x_j.
+
+    Ilse, Tomczak and Welling 2018, https://arxiv.org/abs/1802.04712, equation 8; ``gated``, it is
+    equation 9: ``w . (tanh(V x_j + b) * sigmoid(U x_j + d)) + c``. Large calls
+    go over the keys x in chunks; backward computes half of the activations again.
+
+    Args:
+        size: D, of a key.
+        hidden: number of hidden units.
+        heads: vectors w; each has weights and a result of its own.
+        gated: multiply by the sigmoid.
+        dropout: probability of dropping an attention weight in training.
+        statistics: the result is the weighted mean, then the weighted standard deviation (Okabe,
+            Koshinaka and Shinoda 2018, https://arxiv.org/abs/1803.10963, equations 5 and 6).
+            Variances below 1e-7 count as that.
+        bias: b, c and d.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        attention_weights: (B,heads,Tk) of the last call, after softmax, before dropout, in the
+            autograd graph.
+
+    Raises:
+        TypeError, ValueError: a size below 1, a dropout outside [0, 1].
+
+    >>> pooling = AttentionPooling(4, 8, gated=True)
+    >>> tuple(pooling(torch.randn(2, 10, 4)).shape), tuple(pooling(torch.randn(10, 4)).shape)
+    ((2, 4), (4,))
+    """
+
+    U: nn.Linear | None
+
+    def __init__(
+        self,
+        size: int,
+        hidden: int,
+        heads: int = 1,
+        gated: bool = False,
+        dropout: float = 0.0,
+        statistics: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number in {"size": size, "hidden": hidden, "heads": heads}.items():
+            checks.positive_int(name, number)
+        checks.probability("dropout", dropout)
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.V = nn.Linear(size, hidden, **factory)
+        self.U = nn.Linear(size, hidden, **factory) if gated else None
+        self.w = nn.Linear(hidden, heads, **factory)
+        self.dropout = nn.Dropout(dropout)
+        self.heads, self.statistics = heads, statistics
+        self._weights: Any = None
+
+    @classmethod
+    def from_layers(
+        cls,
+        V: nn.Linear,
+        w: nn.Linear,
+        U: nn.Linear | None = None,
+        *,
+        dropout: float = 0.0,
+        statistics: bool = False,
+    ) -> AttentionPooling:
+        """A module with copies of layers, as CLAM's or AttentionDeepMIL's.
+
+        Args:
+            V: (hidden, size), in front of the tanh; with or without bias, as the others.
+            w: (heads, hidden), of the scores.
+            U: (hidden, size), in front of the sigmoid; None for no gate.
+            dropout: as of the module.
+            statistics: as of the module.
+
+        Raises:
+            TypeError: a layer is no ``nn.Linear``.
+            ValueError: their sizes do not fit together.
+        """
+        layers = {"V": V, "w": w} if U is None else {"V": V, "U": U, "w": w}
+        for name, layer in layers.items():
+            if not isinstance(layer, nn.Linear):
+                checks.reject(TypeError, name, "be an nn.Linear", type(layer).__name__)
+        hidden, size = V.weight.shape
+        if U is not None and U.weight.shape != V.weight.shape:
+            need = f"have the shape of V, {(hidden, size)}"
+            checks.reject(ValueError, "U", need, tuple(U.weight.shape))
+        if w.in_features != hidden:
+            need = f"take the {hidden} features that V gives"
+            checks.reject(ValueError, "w", need, w.in_features)
+        options: dict[str, Any] = {"dropout": dropout, "statistics": statistics, "device": "meta"}
+        module = cls(size, hidden, w.out_features, U is not None, **options)
+        for name, layer in layers.items():
+            setattr(module, name, copy.deepcopy(layer))
+        return module.train(V.training)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows beside the layers."""
+        return f"heads={self.heads}, gated={self.U is not None}, statistics={self.statistics}"
+
+    def scores(self, keys: Tensor) -> Tensor:
+        """What comes before the softmax.
+
+        Args:
+            keys: as in a call.
+
+        Returns:
+            (B,heads,Tk), dtype of keys; without lengths and mask, hence without any -inf.
+
+        Raises:
+            TypeError, ValueError: as for calling the module.
+        """
+        rows, *_, shape = self._as_rows(keys, None, None, None)
+        scores, _ = self._scores(rows)
+        return shape.restore(scores.to(self._dtype(rows)))
+
+    @overload
+    def forward(
+        self,
+        keys: Tensor,
+        valid_lens: Any = None,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        return_scores: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        keys: Tensor,
+        valid_lens: Any = None,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        return_scores: Literal[True],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        keys: Tensor,
+        valid_lens: Any = None,
+        *,
+        values: Tensor | None = None,
+        mask: Tensor | None = None,
+        return_scores: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Pool the keys.
+
+        Args:
+            keys: (B,Tk,D), float32, bfloat16, float16 or float64; or a bag (Tk,D). B may be any
+                number of dimensions, here and below, also none.
+            valid_lens: None, (B,) or (B,heads), any integer or float dtype, or a list.
+            values: (B,Tk,Dv), dtype of keys, which are pooled in their place.
+            mask: bool (B,Tk) or (B,heads,Tk), True where it may look; with lengths, both hold.
+                With nothing to look at, all keys weigh alike.
+            return_scores: also return the weights (B,heads,Tk) and the raw :meth:`scores`.
+
+        Returns:
+            (B,D), with several heads (B,heads,D), dtype of keys; 2D features with ``statistics``.
+            With ``return_scores`` that, the weights and the scores.
+
+        Raises:
+            TypeError: something is not a floating tensor, or dtypes differ.
+            ValueError: ranks, sizes or devices do not fit together.
+        """
+        rows, sources, lens, mask, shape = self._as_rows(keys, values, valid_lens, mask)
+        scores, alias = self._scores(rows)
+        if lens is not None:
+            checks.lens(lens, rows.shape[0], self.heads, rows.device)
+        if mask is not None:
+            mask = checks.as_mask(mask, scores, rows)
+        dtype = self._dtype(rows)
+        in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
+        weights = reference.masked_softmax(scores, lens, mask)
+        weights = weights.to(torch.float32 if in_fp32 else dtype)
+        pooled = self._pooled(self.dropout(weights), alias if sources is rows else sources, dtype)
+        pooled = shape._replace(state=self.heads == 1).restore(pooled)
+        if keys.dim() != 3:
+            weights = shape.restore(weights)
+        keep(self, weights)
+        return (pooled, weights, shape.restore(scores.to(dtype))) if return_scores else pooled
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _as_rows(
+        self, keys: Tensor, values: Tensor | None, valid_lens: Any, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Shape]:
+        values = keys if values is None else values
+        keys, values, lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
+        checks.keys_and_values(keys, values, None)
+        check_features("keys", keys, self.V)
+        batch = tuple(keys.shape[:1]) if batch is None else batch
+        return keys, values, lens, mask, Shape(batch, False)
+
+    def _dtype(self, keys: Tensor) -> torch.dtype:
+        """Of results, and of products."""
+        dtype = checks.autocast_dtype(keys.device)
+        return keys.dtype if dtype is None or keys.dtype == torch.float64 else dtype
+
+    def _scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores (B,heads,Tk), and the keys for the weighted sum."""
+        layers = self.V, self.U, self.w
+        v, u, w = (plain_parameters(layer) for layer in layers)
+        if v is None or w is None or (u is None and self.U is not None):
+            hidden = torch.tanh(apply_layer(self.V, keys))
+            if self.U is not None:
+                hidden = hidden * torch.sigmoid(apply_layer(self.U, keys))
+            return apply_layer(self.w, hidden).transpose(1, 2), keys
+        dtype, tensors = self._dtype(keys), []
+        for parameters in (v, u or {}, w):
+            tensors += [parameters.get("weight"), parameters.get("bias")]
+        return scores_and_keys(keys, *(None if x is None else x.to(dtype) for x in tensors))
+
+    def _pooled(self, weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weighted means (B,heads,D), with statistics (B,heads,2D)."""
+        with without_autocast(values.device):
+            if not self.statistics:
+                return torch.bmm(weights.to(dtype), values.to(dtype))
+            wide = torch.promote_types(dtype, torch.float32)
+            weights, values = weights.to(wide), values.to(wide)
+            mean = torch.bmm(weights, values)
+            # Around a point near the means less cancels, and the gradient is the same.
+            center = mean.detach().mean(1, keepdim=True)
+            variance = torch.bmm(weights, (values - center).square()) - (mean - center).square()
+            deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
+            return torch.cat((mean, deviation), -1).to(dtype)

@@ -1,0 +1,315 @@
+"""Scores of pooling without a query, as one operator that goes over the keys in chunks.
+
+    score[b,h,j] = w_v[h] . (tanh(W x[b,j] + b) * sigmoid(W_g x[b,j] + b_g)) + b_v[h]
+
+The gate is optional. A chunk's activations are in a buffer that the next one takes. Backward
+computes them again for half of the chunks, or fewer where the others are small: that product costs
+a third of a step, and what it saves in memory traffic pays for half of it. All of it is torch
+operations, on any device. Sums, activations and scores have no less than fp32; products take the
+dtype of W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bahdanau_fast import checks
+from bahdanau_fast.ops.attention import gradient_like
+from bahdanau_fast.ops.context import without_autocast
+from bahdanau_fast.ops.operator import Operator, library
+from bahdanau_fast.ops.second_derivatives import differentiate_again
+
+__all__ = ["plain_scores", "pooling_scores", "scores_and_keys"]
+
+# Activations of a chunk, of those that are always remembered, and of calls that plain operations
+# compute.
+CHUNK, REMEMBERED, PLAIN = 1 << 21, 1 << 24, 1 << 18
+_INPUTS = (
+    "Tensor keys, Tensor w, Tensor? b, Tensor? w_gate, Tensor? b_gate, Tensor w_v, Tensor? b_v"
+)
+
+
+class _Inputs(NamedTuple):
+    """Inputs or their gradients: keys (B,Tk,D), W and W_g (H,D), w_v (heads,H), biases."""
+
+    keys: Any
+    w: Any
+    b: Any
+    w_gate: Any
+    b_gate: Any
+    w_v: Any
+    b_v: Any
+
+
+def plain_scores(
+    keys: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    w_v: Tensor,
+    b_v: Tensor | None,
+) -> Tensor:
+    """The scores (B,heads,Tk) by the formula; they and the activations have the dtype of W."""
+    keys = keys.to(w.dtype)
+    hidden = torch.tanh(F.linear(keys, w, b))
+    if w_gate is not None:
+        hidden = hidden * torch.sigmoid(F.linear(keys, w_gate, b_gate))
+    return F.linear(hidden, w_v, b_v).transpose(1, 2)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Chunks:
+    """Rows of keys in chunks, and the buffers of one."""
+
+    def __init__(self, inputs: _Inputs) -> None:
+        keys, w, b, w_gate, b_gate, w_v, _ = inputs
+        self.rows: Tensor = keys.reshape(-1, w.shape[1])
+        self.hidden, self.gated = w.shape[0], w_gate is not None
+        if w_gate is not None:  # one product of both
+            if b is not None or b_gate is not None:
+                b, b_gate = (w.new_zeros(self.hidden) if x is None else x for x in (b, b_gate))
+                b = torch.cat((b, b_gate))
+            w = torch.cat((w, w_gate))
+        self.w: Tensor = w
+        self.b, self.dtype = b, _wide(w.dtype)
+        self.w_v = w_v.to(self.dtype)
+        self.step = max(1, min(CHUNK // max(1, w.shape[0]), self.rows.shape[0]))
+        self._buffers: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.rows.shape[0], self.step):
+            yield slice(start, min(start + self.step, self.rows.shape[0]))
+
+    def buffer(self, name: str, rows: int, dtype: torch.dtype, width: int = 0) -> Tensor:
+        """A tensor (rows,width) that every chunk takes again; by default as wide as W is high."""
+        if name not in self._buffers:
+            self._buffers[name] = self.rows.new_empty(
+                (self.step, width or self.w.shape[0]), dtype=dtype
+            )
+        return self._buffers[name][:rows]
+
+    def keys(self, chunk: slice) -> Tensor:
+        """Rows (n,D) in the dtype of products."""
+        return self.rows[chunk].to(self.w.dtype)
+
+    def inner(self, keys: Tensor, stays: bool = False) -> Tensor:
+        """W x + b (n,H), or (n,2H) with that of the gate, in a buffer unless it ``stays``."""
+        out = self.buffer("inner", keys.shape[0], self.w.dtype)
+        out = torch.empty_like(out) if stays else out
+        if self.b is None:
+            return torch.mm(keys, self.w.t(), out=out)
+        return torch.addmm(self.b, keys, self.w.t(), out=out)
+
+    def activated(self, inner: Tensor) -> Tensor:
+        """The activations, in place where the dtype is wide enough."""
+        if self.w.dtype is not self.dtype:
+            inner = self.buffer("wide", inner.shape[0], self.dtype).copy_(inner)
+        inner[:, : self.hidden].tanh_()
+        inner[:, self.hidden :].sigmoid_()
+        return inner
+
+    def product(self, activations: Tensor) -> Tensor:
+        """What the scores are sums of: (n,H)."""
+        if not self.gated:
+            return activations
+        out = self.buffer("product", activations.shape[0], self.dtype, self.hidden)
+        return torch.mul(*activations.split(self.hidden, 1), out=out)
+
+    def through(self, grad: Tensor, activations: Tensor) -> Tensor:
+        """The gradient of W x + b, of that of the scores (n,heads)."""
+        out, aten = self.buffer("grad", grad.shape[0], self.dtype), torch.ops.aten
+        tanh, of_tanh = activations[:, : self.hidden], out[:, : self.hidden]
+        torch.mm(grad, self.w_v, out=of_tanh)
+        if self.gated:
+            gate, of_gate = activations[:, self.hidden :], out[:, self.hidden :]
+            torch.mul(of_tanh, tanh, out=of_gate)
+            aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=of_gate)
+            of_tanh.mul_(gate)
+        aten.tanh_backward.grad_input(of_tanh, tanh, grad_input=of_tanh)
+        return out
+
+
+def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
+    if to.dtype is left.dtype:
+        to.addmm_(left, right)
+    else:
+        to.add_(left @ right)
+
+
+def _forward(inputs: _Inputs, remember: bool) -> tuple[Tensor, list[Tensor]]:
+    """Scores (B,heads,Tk), and of the first chunks what :meth:`_Chunks.activated` leaves."""
+    keys, remembered = inputs.keys, []
+    with without_autocast(keys.device):
+        chunks = _Chunks(inputs)
+        w_v_t = chunks.w_v.t()
+        scores = keys.new_empty((*keys.shape[:2], w_v_t.shape[1]), dtype=chunks.dtype)
+        rows = scores.view(-1, w_v_t.shape[1])
+        rows_remembered = max(REMEMBERED // chunks.w.shape[0], rows.shape[0] // 2)
+        for chunk in chunks:
+            stays = remember and chunk.stop <= rows_remembered
+            inner = chunks.inner(chunks.keys(chunk), stays)
+            activations = chunks.activated(inner)
+            if stays:
+                remembered.append(inner)
+            torch.mm(chunks.product(activations), w_v_t, out=rows[chunk])
+        if inputs.b_v is not None:
+            scores += inputs.b_v
+        return scores.transpose(1, 2).contiguous(), remembered
+
+
+def _backward(
+    grad: Tensor,
+    inputs: _Inputs,
+    needed: _Inputs,
+    remembered: Sequence[Tensor] = (),
+    grad_keys: Tensor | None = None,
+) -> _Inputs:
+    """Gradients as needed, None for others; that of keys is added to ``grad_keys``, in place."""
+    with without_autocast(grad.device):
+        chunks = _Chunks(inputs)
+        of_scores = grad.transpose(1, 2).reshape(-1, grad.shape[1]).to(chunks.dtype)
+        of_w, of_b = (torch.zeros_like(x, dtype=chunks.dtype) for x in (chunks.w, chunks.w[:, 0]))
+        of_w_v = torch.zeros_like(chunks.w_v)
+        if needed.keys and (grad_keys is None or not grad_keys.is_contiguous()):
+            zeros = torch.zeros(inputs.keys.shape, dtype=inputs.keys.dtype, device=grad.device)
+            grad_keys = zeros if grad_keys is None else zeros.add_(grad_keys)
+        of_rows = None if grad_keys is None else grad_keys.view_as(chunks.rows)
+        inner_needed = needed.w or needed.b or needed.w_gate or needed.b_gate
+        for index, chunk in enumerate(chunks):
+            keys, of_chunk = chunks.keys(chunk), of_scores[chunk]
+            if index >= len(remembered):
+                activations = chunks.activated(chunks.inner(keys))
+            elif chunks.w.dtype is chunks.dtype:
+                activations = remembered[index]
+            else:
+                activations = chunks.activated(remembered[index])
+            if needed.w_v:
+                of_w_v.addmm_(of_chunk.t(), chunks.product(activations))
+            if not (inner_needed or needed.keys):
+                continue
+            of_inner = chunks.through(of_chunk, activations)
+            of_b += of_inner.sum(0)
+            of_inner = of_inner.to(chunks.w.dtype)
+            if needed.w or needed.w_gate:
+                _add_product(of_w, of_inner.t(), keys)
+            if of_rows is not None:
+                _add_product(of_rows[chunk], of_inner, chunks.w)
+    halves = ([half.clone() for half in x.split(chunks.hidden)] for x in (of_w, of_b))
+    (w, *w_gate), (b, *b_gate) = halves
+    gate = (w_gate or [None])[0], (b_gate or [None])[0]
+    input_grads = grad_keys, w, b, *gate, of_w_v, of_scores.sum(0)
+    pairs = zip(input_grads, inputs, needed, strict=True)
+    return _Inputs(
+        *(x.to(like.dtype) if need and x is not None else None for x, like, need in pairs)
+    )
+
+
+def _backward_fake(grad: Tensor, needs: int, **inputs: Any) -> tuple[Tensor, ...]:
+    tensors = enumerate(_Inputs(**inputs))
+    return tuple(
+        grad.new_empty((0,)) if x is None else gradient_like(x, needs >> i & 1) for i, x in tensors
+    )
+
+
+def _backward_kernel(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *tensors, needs = arguments
+    needed = _Inputs(*(bool(needs >> i & 1) for i in range(len(tensors))))
+    input_grads = _backward(grad, _Inputs(*tensors), needed)
+    empty = (grad if x is None else x for x in tensors)
+    pairs = zip(input_grads, empty, strict=True)
+    return tuple(like.new_empty((0,)) if x is None else x for x, like in pairs)
+
+
+def _gradients(
+    saved: Sequence[Any], numbers: Any, needed: tuple[bool, ...], grads: Sequence[Any]
+) -> list[Tensor | None]:
+    """For compiled code, and for what is differentiated again."""
+    if torch.is_grad_enabled():
+        return differentiate_again(lambda *x: (plain_scores(*x),), saved, needed, grads)
+    needs = sum(need << i for i, need in enumerate(needed))
+    input_grads = pooling_scores_backward.overload(grads[0], *saved, needs)
+    return [x if need else None for x, need in zip(input_grads, needed, strict=True)]
+
+
+def _fake(keys: Tensor, w: Tensor, w_v: Tensor, **_: Any) -> Tensor:
+    shape = keys.shape[0], w_v.shape[0], keys.shape[1]
+    return keys.new_empty(shape, dtype=_wide(w.dtype))
+
+
+#: Scores (B,heads,Tk) of keys (B,Tk,D).
+pooling_scores = Operator(f"pooling_scores({_INPUTS}) -> Tensor", _fake)
+pooling_scores.differentiate(len(pooling_scores.tensors), _gradients)
+# Bits of `needs`: by the order of the inputs.
+pooling_scores_backward = Operator(
+    f"pooling_scores_backward(Tensor grad, {_INPUTS}, int needs) -> "
+    f"({', '.join(['Tensor'] * len(_Inputs._fields))})",
+    _backward_fake,
+)
+for _operator, _kernel in (
+    (pooling_scores, lambda *inputs: _forward(_Inputs(*inputs), False)[0]),
+    (pooling_scores_backward, _backward_kernel),
+):
+    library.impl(_operator.name, _kernel, "CompositeExplicitAutograd")
+
+
+class _Scores(torch.autograd.Function):
+    """Of eager calls: the scores, and the keys again, so that both their gradients are one."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> tuple[Tensor, Tensor]:
+        inputs = _Inputs(*tensors)
+        scores, remembered = _forward(inputs, True)
+        ctx.save_for_backward(*inputs, *remembered)
+        ctx.set_materialize_grads(False)
+        keys = inputs.keys.view_as(inputs.keys)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(keys)
+        return scores, keys
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_keys: Tensor | None) -> Any:
+        count = len(_Inputs._fields)
+        if grad is None:
+            return grad_keys, *[None] * (count - 1)
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            # Nobody else has grad_keys: it is of the weighted sum, which takes these keys alone.
+            needed = _Inputs(*ctx.needs_input_grad)
+            return _backward(grad, _Inputs(*saved[:count]), needed, saved[count:], grad_keys)
+        input_grads = _gradients(saved[:count], (), ctx.needs_input_grad, (grad,))
+        if grad_keys is not None:
+            input_grads[0] = grad_keys if input_grads[0] is None else input_grads[0] + grad_keys
+        return tuple(input_grads)
+
+
+def _is_small(inputs: _Inputs) -> bool:
+    activations: int = math.prod(inputs.keys.shape[:2]) * inputs.w.shape[0]
+    return activations * (1 if inputs.w_gate is None else 2) < PLAIN
+
+
+def scores_and_keys(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scores, and the keys for a weighted sum, of keys, W, b, W_g, b_g, w_v and b_v."""
+    inputs = _Inputs(*tensors)
+    keys = inputs.keys
+    # An export has the operator whatever the sizes: its program may be of many.
+    if (
+        checks.plain_only()
+        or checks.is_sharded(keys)
+        or (not checks.is_exporting() and _is_small(inputs))
+    ):
+        return plain_scores(*inputs), keys
+    if torch.compiler.is_compiling() or not checks.needs_gradient(*tensors):
+        return pooling_scores.overload(*inputs), keys
+    scores: Any = _Scores.apply
+    result: tuple[Tensor, Tensor] = scores(*inputs)
+    return result

@@ -1,0 +1,431 @@
+"""bf.AttentionPooling: parity by chunks and without, memory, models of others, what torch does."""
+
+import copy
+import pickle
+from itertools import accumulate
+
+import pytest
+import torch
+from beside import as_exact
+from contract import scattered
+from opchecked import opcheck
+from parity import DTYPES, judged, keep_the_rule, moved
+from profiled import allocated
+from torch import nn
+
+import bahdanau_fast as bf
+from bahdanau_fast.ops import pooling
+
+B, TK, D, H = 3, 37, 6, 5
+LENS = torch.tensor([37, 0, 12])
+FORMS = {
+    "plain": {},
+    "gated": {"gated": True},
+    "gated, heads, no bias": {"gated": True, "heads": 3, "bias": False},
+    "heads, statistics": {"heads": 2, "statistics": True},
+    "gated, statistics": {"gated": True, "statistics": True},
+}
+# Elements of the activations that are remembered at least; half of the chunks are always.
+REMEMBERED = {"half": 0, "all": 1 << 20}
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Several chunks for the smallest of calls; the last one has fewer rows."""
+
+    def of(remembered=0):
+        for name, size in {"PLAIN": 0, "CHUNK": 16 * H, "REMEMBERED": remembered}.items():
+            monkeypatch.setattr(pooling, name, size)
+
+    of()
+    return of
+
+
+def made(**form):
+    torch.manual_seed(0)
+    module = bf.AttentionPooling(D, H, dtype=torch.float64, **form)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module, torch.randn(B, TK, D, dtype=torch.float64)
+
+
+def plain(module, keys, lens=None, mask=None, values=None):
+    """The formula; result, weights and raw scores."""
+    hidden = torch.tanh(module.V(keys))
+    if module.U is not None:
+        hidden = hidden * torch.sigmoid(module.U(keys))
+    scores = module.w(hidden).transpose(1, 2)
+    weights = bf.masked_softmax(scores, lens, mask=mask)
+    values = keys if values is None else values
+    pooled = weights @ values
+    if module.statistics:
+        variance = weights @ values.square() - pooled.square()
+        pooled = torch.cat((pooled, variance.clamp(min=1e-7).sqrt()), -1)
+    return pooled.squeeze(1) if module.heads == 1 else pooled, weights, scores
+
+
+def close(ours, exact):
+    """Some hundred roundings of fp64."""
+    torch.testing.assert_close(list(ours), list(exact), rtol=2.0**-40, atol=2.0**-40)
+
+
+def results(function, module, drawn, dtype):
+    """Results and gradients, as arrays of fp64."""
+    module = module.to(dtype)
+    keys = drawn[0].to(dtype).requires_grad_()
+    results = function(module, keys)
+    assert {x.dtype for x in results} == {dtype}
+    generator = torch.Generator().manual_seed(5)
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    named = {"keys": keys, **dict(module.named_parameters())}
+    got = torch.autograd.grad(results, [*named.values()], [g.to(dtype) for g in grads])
+    names = ["pooled", "weights", "scores", *(f"d {name}" for name in named)]
+    return {n: x.detach().double().numpy() for n, x in zip(names, [*results, *got], strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("remembered", [*REMEMBERED, "plain operations"])
+def test_parity(remembered, form, dtype, chunks, monkeypatch):
+    if remembered in REMEMBERED:
+        chunks(REMEMBERED[remembered])
+    else:
+        monkeypatch.undo()
+    module, keys = made(**FORMS[form])
+    module, keys = module.to(dtype).double(), keys.to(dtype).double()
+    mask = scattered(B, TK)
+
+    def ours(module, keys):
+        return module(keys, LENS, mask=mask, return_scores=True)
+
+    def theirs(drawn, dtype):
+        got = results(lambda *x: plain(*x, LENS, mask), module, drawn, dtype)
+        module.double()
+        return got
+
+    def near(seed):
+        return [moved(keys, dtype, torch.Generator().manual_seed(seed))]
+
+    got = results(ours, module, [keys], dtype)
+    module.double()
+    if dtype is torch.float64:  # its own oracle: some hundred roundings
+        for name, exact in theirs([keys], dtype).items():
+            assert abs(got[name] - exact).max() <= 2.0**-44 * max(1.0, abs(exact).max()), name
+    else:
+        keep_the_rule(judged(got, theirs, [keys], near, dtype), form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_second_derivatives(form, chunks):
+    module, keys = made(**FORMS[form])
+    keys = keys[:2, :6].requires_grad_()
+
+    def function(keys, *_):
+        return module(keys, torch.tensor([6, 4]), return_scores=True)
+
+    inputs = (keys, *module.parameters())
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("needs", ["weights", "keys", "both", "one weight"])
+def test_gradients_as_needed(needs, chunks):
+    module, keys = made(gated=True)
+    keys.requires_grad_(needs in ("keys", "both"))
+    module.requires_grad_(needs in ("weights", "both"))
+    module.U.weight.requires_grad_(needs != "keys")
+    asked = [x for x in (keys, *module.parameters()) if x.requires_grad]
+    seed = torch.randn(B, D, dtype=torch.float64)
+    ours = torch.autograd.grad(module(keys, LENS), asked, seed)
+    close(ours, torch.autograd.grad(plain(module, keys, LENS)[0], asked, seed))
+
+
+@pytest.mark.parametrize("with_keys", [False, True], ids=["of weights", "of keys, too"])
+@pytest.mark.parametrize("form", ["plain", "gated"])
+def test_memory(form, with_keys, monkeypatch):
+    rows, hidden, size = 4096, 256, 16
+    monkeypatch.setattr(pooling, "CHUNK", 1 << 15)
+    monkeypatch.setattr(pooling, "REMEMBERED", 0)
+    module = bf.AttentionPooling(size, hidden, **FORMS[form])
+    keys = torch.randn(1, rows, size, requires_grad=with_keys)
+
+    def peak(function):
+        def step():
+            function(keys).sum().backward()
+            module.zero_grad()
+            keys.grad = None
+
+        step()
+        return max(accumulate(allocated(step)))
+
+    assert peak(module) <= peak(lambda keys: plain(module, keys)[0]) / 4
+
+
+def test_gradients_of_keys_are_one_tensor(monkeypatch):
+    """The part of the weighted sum is added to, not added up beside another."""
+    monkeypatch.setattr(pooling, "PLAIN", 0)
+    module, keys = bf.AttentionPooling(64, 2), torch.randn(1, 4096, 64, requires_grad=True)
+    loss = module(keys).sum()
+    large = [size for size in allocated(loss.backward) if size >= 4 * keys.numel()]
+    assert len(large) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_shapes(batch, heads, chunks):
+    module, _ = made(heads=heads, gated=True)
+    keys, values = torch.randn(*batch, TK, D).double(), torch.randn(*batch, TK, 4).double()
+    lens = torch.randint(1, TK, batch)
+    mask = torch.rand(*batch, heads, TK) < 0.7
+    pooled, weights, scores = module(keys, lens, values=values, mask=mask, return_scores=True)
+    flat = [x.reshape(-1, *x.shape[len(batch) :]) for x in (keys, lens, mask, values)]
+    exact = plain(module, *flat)
+    assert pooled.shape == (*batch, *([heads] if heads > 1 else []), 4)
+    assert scores.shape == weights.shape == (*batch, heads, TK)
+    got = [x.reshape(y.shape) for x, y in zip((pooled, weights, scores), exact, strict=True)]
+    close(got, exact)
+    assert torch.equal(module.attention_weights, weights)
+    assert torch.equal(module.scores(keys), scores)
+
+
+def test_padding_changes_nothing():
+    module, keys = made(statistics=True, gated=True)
+    padded = module(keys, [TK, 5, 12])
+    alone = torch.cat([module(k[:n])[None] for k, n in zip(keys, (TK, 5, 12), strict=True)])
+    close([padded], [alone])
+    assert torch.allclose(module(keys, LENS)[1, :D], keys[1].mean(0))  # nothing to look at: uniform
+
+
+def test_deviations_far_from_zero():
+    """They are those of centered keys, which E[x^2] - E[x]^2 would round to nothing."""
+    module, keys = made(statistics=True, bias=False)
+    module, keys = module.float(), keys.float()
+    nn.init.zeros_(module.w.weight)
+    deviation = module(keys + 4096.0)[:, D:].detach()
+    exact = keys.double().std(1, correction=0)
+    assert float((deviation - exact).abs().max()) < 2.0**-10
+
+
+class ClamGate(nn.Module):
+    """The gated scores of CLAM (Lu et al. 2021), under the names of its state_dict."""
+
+    def __init__(self, size, hidden, branches):
+        super().__init__()
+        self.attention_a = nn.Sequential(nn.Linear(size, hidden), nn.Tanh())
+        self.attention_b = nn.Sequential(nn.Linear(size, hidden), nn.Sigmoid())
+        self.attention_c = nn.Linear(hidden, branches)
+
+    def forward(self, bag):
+        raw = self.attention_c(self.attention_a(bag).mul(self.attention_b(bag))).t()
+        return raw.softmax(1) @ bag, raw
+
+    def ours(self):
+        layers = self.attention_a[0], self.attention_c, self.attention_b[0]
+        return bf.AttentionPooling.from_layers(*layers)
+
+
+class DeepMil(nn.Module):
+    """The pooling of AttentionDeepMIL (Ilse et al. 2018), under the names of its state_dict."""
+
+    def __init__(self, size, hidden, branches, gated):
+        super().__init__()
+        self.attention_V = nn.Sequential(nn.Linear(size, hidden), nn.Tanh())
+        if gated:
+            self.attention_U = nn.Sequential(nn.Linear(size, hidden), nn.Sigmoid())
+        self.attention_w = nn.Linear(hidden, branches)
+
+    def forward(self, bag):
+        hidden = self.attention_V(bag)
+        if hasattr(self, "attention_U"):
+            hidden = hidden * self.attention_U(bag)
+        raw = self.attention_w(hidden).transpose(1, 0)
+        return torch.softmax(raw, 1) @ bag, raw
+
+    def ours(self):
+        gate = self.attention_U[0] if hasattr(self, "attention_U") else None
+        return bf.AttentionPooling.from_layers(self.attention_V[0], self.attention_w, gate)
+
+
+NAMES = {"attention_a.0": "V", "attention_b.0": "U", "attention_c": "w"}
+NAMES |= {"attention_V.0": "V", "attention_U.0": "U", "attention_w": "w"}
+
+
+def renamed(state, names):
+    parts = ((*key.rpartition("."), value) for key, value in state.items())
+    return {f"{names[layer]}.{kind}": value for layer, _, kind, value in parts}
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [ClamGate(D, H, 1), ClamGate(D, H, 2), DeepMil(D, H, 1, False), DeepMil(D, H, 3, True)],
+    ids=lambda theirs: f"{type(theirs).__name__} {theirs.ours().heads}",
+)
+def test_models_of_others(theirs):
+    bag, ours = torch.randn(TK, D), theirs.ours()
+    pooled, raw = theirs(bag)
+    got, weights, scores = ours(bag, return_scores=True)
+    want = [pooled, raw, raw.softmax(1)]
+    as_exact([got.view_as(pooled), scores, weights], want, want, torch.float32)
+    other = bf.AttentionPooling(D, H, ours.heads, ours.U is not None)
+    other.load_state_dict(renamed(theirs.state_dict(), NAMES))
+    assert torch.equal(other(bag), got)
+    back = {ours: their for their, ours in NAMES.items() if f"{their}.bias" in theirs.state_dict()}
+    theirs.load_state_dict(renamed(other.state_dict(), back))
+    assert torch.equal(theirs(bag)[0], pooled)
+    ours.V.weight.data.zero_()  # copies
+    assert torch.equal(theirs(bag)[0], pooled)
+
+
+def gradients(call, module, keys):
+    pooled = call(keys, LENS[: len(keys)])
+    return pooled, *torch.autograd.grad(pooled.square().sum(), [keys, *module.parameters()])
+
+
+@pytest.mark.parametrize("form", ["gated", "heads, statistics"])
+def test_compiled(form, chunks):
+    module, keys = made(**FORMS[form])
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (TK, 20):
+        some = keys[:, :rows].requires_grad_()
+        exact = gradients(module, module, some)
+        close(gradients(compiled, module, some), exact)
+
+
+def test_exported(chunks):
+    module, keys = made(**FORMS["gated"])
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(module, (keys,), dynamic_shapes=({1: length},))
+    taken_apart = program.run_decompositions(bf.decompositions.TABLE)
+    assert "pooling_scores" in str(program.graph)
+    assert "pooling_scores" not in str(taken_apart.graph)
+    keys = torch.randn(B, 50, D, dtype=torch.float64)
+    for each in (program, taken_apart):
+        torch.testing.assert_close(each.module()(keys), module(keys))
+
+
+def test_transforms(chunks):
+    module, keys = made(**FORMS["gated"])
+    loss = lambda keys: module(keys).square().sum()  # noqa: E731
+    leaf = keys.clone().requires_grad_()
+    exact = torch.autograd.grad(loss(leaf), leaf)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(keys), exact)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(keys), exact)
+    _, tangent = torch.func.jvp(loss, (keys,), (keys,))
+    torch.testing.assert_close(tangent, (exact * keys).sum())
+    traced = torch.jit.trace(module, (keys,), check_trace=False)
+    torch.testing.assert_close(traced(keys[:, :9]), module(keys[:, :9]))
+
+
+@pytest.mark.parametrize("form", ["gated", "heads, statistics"])
+@pytest.mark.parametrize("small", [False, True], ids=["chunks", "plain operations"])
+def test_under_autocast(small, form, chunks, monkeypatch):
+    if small:
+        monkeypatch.undo()
+    module, keys = made(**FORMS[form])
+    module, keys = module.float(), keys.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, eager = (
+            gradients(module, module, keys),
+            gradients(lambda *x: plain(module, *x)[0], module, keys),
+        )
+    assert ours[0].dtype is torch.bfloat16
+    eager = [x.to(o.dtype) for x, o in zip(eager, ours, strict=True)]
+    double = keys.detach().double().requires_grad_()
+    exact = gradients(module.double(), module, double)
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        as_exact([a.bfloat16()], [b.bfloat16()], [c], torch.bfloat16)
+
+
+def test_copies(chunks):
+    module, keys = made(**FORMS["gated"])
+    pooled = module(keys)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(keys), pooled)
+        assert torch.equal(other.attention_weights, module.attention_weights)
+
+
+def test_weights_are_on_the_way_to_the_result(chunks):
+    module, keys = made(dropout=0.5)
+    torch.manual_seed(1)
+    pooled = module(keys)
+    weights = module.attention_weights
+    (grad,) = torch.autograd.grad(pooled.sum(), weights)
+    assert 0 < int((grad == 0.0).sum()) < grad.numel()  # of those that were dropped
+    close([(weights * grad).sum()], [pooled.sum()])
+
+
+def test_a_changed_layer_is_called(chunks):
+    module, keys = made(**FORMS["gated"])
+    module.U.register_forward_hook(lambda *_: torch.zeros(B, TK, H, dtype=torch.float64))
+    exact = plain(module, keys)
+    close(module(keys, return_scores=True), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_opcheck(gated, dtype):
+    module, keys = made(gated=gated, heads=2)
+    parameters = [
+        p
+        for layer in (module.V, module.U, module.w)
+        for p in ((None, None) if layer is None else (layer.weight, layer.bias))
+    ]
+    given = [None if x is None else x.detach().to(dtype) for x in (keys, *parameters)]
+    operator, backward = (
+        torch.ops.bahdanau_fast.pooling_scores.default,
+        torch.ops.bahdanau_fast.pooling_scores_backward.default,
+    )
+    grad = torch.randn(B, 2, TK).to(torch.promote_types(dtype, torch.float32))
+    for needs in (0b0000001, 0b1100110, 0b1111111):
+        opcheck(backward, (grad, *given, needs), traced=False)
+    leaves = [None if x is None else x.requires_grad_() for x in given]
+    opcheck(operator, leaves, traced=gated and dtype is torch.float32)
+
+
+X = torch.ones(B, TK, D)
+BAD = [
+    ((X[..., :5],), {}, ValueError, "keys must have feature size 6"),
+    ((X.double(),), {}, TypeError, "keys must have the dtype of the module's weights"),
+    ((X[0, 0],), {}, ValueError, "keys must have 3 dimensions"),
+    (([1.0],), {}, TypeError, "keys must be a tensor"),
+    ((X, torch.ones(B, 2)), {}, ValueError, r"valid_lens must have shape \(3,\) or \(3, 1\)"),
+    ((X, X[..., 0] > 0), {}, TypeError, "a bool mask is given as mask="),
+    ((X,), {"mask": X[:, :5, 0] > 0}, ValueError, r"mask must have shape \(3, 37\)"),
+    ((X,), {"values": X[:, :5]}, ValueError, "values must have the batch size and length"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), BAD)
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=message):
+        bf.AttentionPooling(D, H)(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: bf.AttentionPooling(0, H), ValueError, "size must be at least 1"),
+        (lambda: bf.AttentionPooling(D, H, heads=0), ValueError, "heads must be at least 1"),
+        (lambda: bf.AttentionPooling(D, H, dropout=2.0), ValueError, "dropout must be between"),
+        (
+            lambda: bf.AttentionPooling.from_layers(nn.Linear(D, H), nn.Linear(D, 1)),
+            ValueError,
+            "w must take the 5 features that V gives, got 6",
+        ),
+        (
+            lambda: bf.AttentionPooling.from_layers(nn.Tanh(), nn.Linear(D, 1)),
+            TypeError,
+            "V must be an nn.Linear, got Tanh",
+        ),
+        (
+            lambda: bf.AttentionPooling.from_layers(
+                nn.Linear(D, H), nn.Linear(H, 1), nn.Linear(D, 4)
+            ),
+            ValueError,
+            r"U must have the shape of V, \(5, 6\), got \(4, 6\)",
+        ),
+    ],
+)
+def test_errors_of_the_sizes(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
