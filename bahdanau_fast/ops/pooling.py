@@ -4,7 +4,7 @@
 
 The gate is optional. A chunk's activations are in a buffer that the next one takes. Backward
 computes them again for half of the chunks, or fewer where the others are small: that product costs
-a third of a step, and what it saves in memory traffic pays for half of it. All of it is torch
+up to a third of a step, and what is saved in memory traffic pays for half of it. All of it is torch
 operations, on any device. Sums, activations and scores have no less than fp32; products take the
 dtype of W.
 """
@@ -28,8 +28,8 @@ from bahdanau_fast.ops.second_derivatives import differentiate_again
 __all__ = ["plain_scores", "pooling_scores", "scores_and_keys"]
 
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
-# compute.
-CHUNK, REMEMBERED, PLAIN = 1 << 21, 1 << 24, 1 << 18
+# compute. All that are remembered make a step faster than plain code, half of them about as fast.
+CHUNK, REMEMBERED, PLAIN = 1 << 21, 1 << 25, 1 << 18
 _INPUTS = (
     "Tensor keys, Tensor w, Tensor? b, Tensor? w_gate, Tensor? b_gate, Tensor w_v, Tensor? b_v"
 )
@@ -277,16 +277,21 @@ class _Scores(torch.autograd.Function):
         return scores, keys
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_keys: Tensor | None) -> Any:
-        count = len(_Inputs._fields)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        count, (grad, grad_keys) = len(_Inputs._fields), grads
         if grad is None:
             return grad_keys, *[None] * (count - 1)
         saved = ctx.saved_tensors
-        if not torch.is_grad_enabled():
+        again, batched = torch.is_grad_enabled(), torch._C._functorch.is_legacy_batchedtensor
+        vectorized = checks.in_transform() or any(x is not None and batched(x) for x in grads)
+        if not (again or vectorized):
             # Nobody else has grad_keys: it is of the weighted sum, which takes these keys alone.
             needed = _Inputs(*ctx.needs_input_grad)
             return _backward(grad, _Inputs(*saved[:count]), needed, saved[count:], grad_keys)
-        input_grads = _gradients(saved[:count], (), ctx.needs_input_grad, (grad,))
+        with torch.enable_grad():
+            input_grads = _gradients(saved[:count], (), ctx.needs_input_grad, (grad,))
+        if not again:
+            input_grads = [None if x is None else x.clone() for x in input_grads]  # without a graph
         if grad_keys is not None:
             input_grads[0] = grad_keys if input_grads[0] is None else input_grads[0] + grad_keys
         return tuple(input_grads)

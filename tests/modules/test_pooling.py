@@ -140,6 +140,19 @@ def test_gradients_as_needed(needs, chunks):
     close(ours, torch.autograd.grad(plain(module, keys, LENS)[0], asked, seed))
 
 
+def test_backward_twice_and_vectorized(chunks):
+    module, keys = made(**FORMS["gated"])
+    inputs = keys.requires_grad_(), *module.parameters()
+    pooled, seeds = module(keys, LENS), torch.randn(2, B, D, dtype=torch.float64)
+    one_by_one = [torch.autograd.grad(pooled, inputs, x, retain_graph=True) for x in seeds]
+    exact = plain(module, keys, LENS)[0]
+    for got, seed in zip(one_by_one, seeds, strict=True):
+        close(got, torch.autograd.grad(exact, inputs, seed, retain_graph=True))
+    vectorized = torch.autograd.grad(pooled, inputs, seeds, is_grads_batched=True)
+    close(vectorized, map(torch.stack, zip(*one_by_one, strict=True)))
+    assert not any(x.requires_grad for x in vectorized)
+
+
 @pytest.mark.parametrize("with_keys", [False, True], ids=["of weights", "of keys, too"])
 @pytest.mark.parametrize("form", ["plain", "gated"])
 def test_memory(form, with_keys, monkeypatch):
