@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,8 @@ from bahdanau_fast.modules.decoder_loop import (
     explain,
     takes_operator_after,
 )
+from bahdanau_fast.modules.location import LocationAttention
+from bahdanau_fast.modules.location_steps import LocationSteps
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
@@ -50,24 +53,27 @@ class _AttentionRNN(KeepsWeights):
         attention_dropout: float = 0.0,
         attention_first: bool = True,
         input_feeding: bool = True,
+        location: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if attention_first and not input_feeding:
             checks.reject(ValueError, "input_feeding", "be True where attention is first", False)
+        if location is not None and not input_feeding:
+            checks.reject(ValueError, "input_feeding", "be True with a location", False)
         self.attention_first, self.input_feeding = attention_first, input_feeding
         key_size = hidden_size if key_size is None else key_size
         value_size = key_size if value_size is None else value_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.batch_first = batch_first
-        self.attention = AdditiveAttention(
-            key_size,
-            hidden_size,
-            hidden_size if num_hiddens is None else num_hiddens,
-            attention_dropout,
-            **factory,
-        )
+        sizes = key_size, hidden_size, hidden_size if num_hiddens is None else num_hiddens
+        self.attention: AdditiveAttention | LocationAttention
+        if location is None:
+            self.attention = AdditiveAttention(*sizes, attention_dropout, **factory)
+        else:
+            factory_of_both = {"dropout": attention_dropout, **factory}
+            self.attention = LocationAttention(*sizes, **{**factory_of_both, **location})
         below = value_size * input_feeding + input_size
         self.rnn = self._cell(below, hidden_size, num_layers, bias, dropout=dropout, **factory)
 
@@ -156,8 +162,14 @@ class _AttentionRNN(KeepsWeights):
         """Whether the context of a step goes into the next one; it is a part of the state then."""
         return self.input_feeding and not self.attention_first
 
+    def _steps(self) -> Any:
+        """The attention, as the steps of a sequence call it."""
+        if isinstance(self.attention, LocationAttention):
+            return LocationSteps(self.attention)
+        return self.attention
+
     def _decode(self, steps: Tensor, state: Any, memory: Memory) -> Sequence:
-        attention, rnn = self.attention, self.rnn
+        attention, rnn = self._steps(), self.rnn
         if self.attention_first:
             return decode_given(attention, rnn, steps, state, memory)
         if memory.maker is None:
@@ -204,6 +216,8 @@ class _AttentionRNN(KeepsWeights):
         """Runs of inputs (T,B,E) with as many rows, state and memory of a call."""
         memory, order = self._memory(keys, values, valid_lens, mask, memory), None
         if isinstance(inputs, PackedSequence):
+            if isinstance(self.attention, LocationAttention):
+                checks.reject(TypeError, "inputs", "be padded with a location", "a packed sequence")
             runs, order = _runs(inputs), inputs.sorted_indices
             checks.rows("inputs", runs[0])
         else:
@@ -328,6 +342,10 @@ class AttentionGRU(_AttentionRNN):
         attention_dropout: on the attention weights, in training.
         attention_first: the state before a step is its query; else the one after it.
         input_feeding: the cell takes contexts; False is for ``attention_first=False``.
+        location: options of a :class:`LocationAttention`, such as ``{"channels": 10,
+            "kernel_size": 31, "inputs": 2}``, which then is the attention: it sees the weights of
+            the step before, with two inputs their sum over all steps, too, and with ``"channels":
+            None`` that sum alone. Steps are taken one by one, and none of its hooks run.
         device: of the parameters.
         dtype: of the parameters.
 
