@@ -197,7 +197,8 @@ class LocationAttention(Additive):
         """Context and weights by another way than the softmax."""
         shape, values = call.shape, call.values
         scores = run.scores(call._replace(scores_only=True, shape=None))
-        weights = normalized(self.normalize, scores, previous, call)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        weights = normalized(self.normalize, wide, previous, call).to(scores.dtype)
         drop = call.dropout or functools.partial(nn.functional.dropout, p=call.dropout_p)
         context = torch.bmm(drop(weights).to(values.dtype), values)
         if shape is None:
