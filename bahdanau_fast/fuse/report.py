@@ -147,7 +147,7 @@ class Record:
 
 def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     """A piece in words; parameters by their names."""
-    letters = iter("qrst"), iter("kfgh")
+    letters = (iter("x"), iter("xx")) if piece.pools else (iter("qrst"), iter("kfgh"))
 
     def name(number: int, other: str) -> str:
         data = graph.values[number].data
@@ -162,8 +162,9 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
         text = text if addend.factor == 1.0 else f"{addend.factor:g} {text}"
         return text if addend.bias is None else f"{text} + {name(addend.bias, 'b')}"
 
-    terms = " + ".join(map(term, piece.addends))
-    text = f"{name(piece.vector, 'w')} . {piece.activation}({terms})"
+    text = f"{piece.activation}({' + '.join(map(term, piece.addends))})"
+    text = f"({text} * sigmoid({term(piece.gate[0])}))" if piece.gate else text
+    text = f"{name(piece.vector, 'w')} . {text}"
     for how, by in piece.after:
         number = f"{by:g}" if type(by) in (int, float) else name(by, "c")
         text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"

@@ -34,8 +34,8 @@ class ScoreAxes(Probe):
             s for s, e in zip(axes, p.addends, strict=True)
             if s or e.w is not None or not self.graph.values[e.x].constant
         }  # fmt: skip
-        require(len(broad) > 1, "nothing is broadcast, or there is no query")
-        queries, keys = self._sides(axes, broad)
+        require(p.pools or len(broad) > 1, "nothing is broadcast, or there is no query")
+        queries, keys = self._rows(axes[0]) if p.pools else self._sides(axes, broad)
         every = queries | keys | vectors == {*range(len(sizes))} and len(vectors) < 2
         require(every and keys - queries, "nothing is broadcast")
         groups = [*vectors, *sorted(queries & keys)], sorted(queries - keys), sorted(keys - queries)
@@ -52,6 +52,13 @@ class ScoreAxes(Probe):
         p.scores_axes = self.axes_of(p.scores, index)
         if p.weights is not None:
             p.weights_axes = self.axes_of(p.weights, index[self.index.reshape(-1)])
+
+    def _rows(self, keys: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The axes of pooling, which has no queries: its softmax is over some of the keys'."""
+        assert self.key_index is not None
+        over = self._varying(self.key_index)
+        require(over and over <= keys, "its softmax is not over rows")
+        return frozenset(), keys
 
     def _sides(
         self, axes: list[frozenset[int]], broad: set[frozenset[int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable
@@ -10,17 +11,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bahdanau_fast.graphs.axes import ScoreAxes
-from bahdanau_fast.graphs.graph import Graph, Node, NotFusable, SmallSizes, require
+from bahdanau_fast.graphs.graph import Graph, NotFusable, SmallSizes, require
 from bahdanau_fast.graphs.piece import Addend, Piece
-from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, VIEWS, back, by_row
+from bahdanau_fast.graphs.pooling import Pooling, drops, projects
+from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, VIEWS, back, by_row, small_sizes
 from bahdanau_fast.graphs.softmax import Softmax
 
-__all__ = ["find", "summed"]
+__all__ = ["find", "pools", "summed"]
 
 # The number of scores of one sum: more are logits over something.
 _VECTORS = 16
 
+_ERRORS = NotFusable, RuntimeError, LookupError, TypeError, ValueError
 _REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "type_as", "to", "clone"}
 
 
@@ -65,7 +67,14 @@ def find(
             raise
 
 
-class _Finder(Softmax, ScoreAxes):
+def pools(graph: Graph, anchor: int) -> bool:
+    """Whether a call is the activation of pooling without a query."""
+    with contextlib.suppress(*_ERRORS):
+        return projects(graph, anchor) and find(graph, anchor, small_sizes(graph, anchor)).pools
+    return False
+
+
+class _Finder(Softmax, Pooling):
     """The steps of :func:`find`."""
 
     def __init__(
@@ -82,25 +91,44 @@ class _Finder(Softmax, ScoreAxes):
     def piece(self) -> Piece:
         self.maybe_later = not self.graph.values[self.p.activated].numel
         require(not self.maybe_later, "has no elements")
-        self.contraction()
-        self.sum()
+        summed, gate = self.gated()
+        self.contraction(summed)
+        self.p.addends = self.sum(self.total)
+        self.p.gate = [] if gate is None else self.sum(gate)
+        require(self.pools() or not self.p.gate, "is multiplied by a sigmoid")
         # One key shows no broadcast, more of them may.
         maps, n = [addend.rows[:, 0] for addend in self.p.addends], len(self.rows.unique())
         repeated = any(1 < len(m.unique()) < n for m in maps)
-        self.maybe_later = 1 in self.shape(self.total) or repeated
+        several = len(self.p.addends) > 1
+        self.maybe_later = several and (1 in self.shape(self.total) or repeated)
         scores = replace(
             self.p, late={*self.p.late}, after=[*self.p.after],
             before=set(), masks=[], assumed=set(), truths=set(), views=set(),
         )  # fmt: skip
+        if self.p.pools:
+            return self.without_query(scores)
         try:
             self.softmax()
             self.axes()
             self.context()
             self.may_run()
-        except (NotFusable, RuntimeError, LookupError, TypeError, ValueError) as why:
+        except _ERRORS as why:
             self.p, self.key_index = replace(scores, rest=str(why)), None
             self.axes()
             self.may_run()
+        return self.p
+
+    def without_query(self, scores: Piece) -> Piece:
+        """The scores of pooling: their softmax is read to tell what its rows are."""
+        with contextlib.suppress(*_ERRORS):
+            self.softmax()
+        self.p = scores
+        if self.key_index is None:
+            raise NotFusable("no softmax over its rows")
+        self.maybe_later = not self.key_index.any()  # it is of one row
+        self.axes()
+        self.maybe_later = True
+        self.may_run()
         return self.p
 
     def chain(self, i: int, v: int) -> tuple[set[int], int, int, int | None]:
@@ -110,7 +138,7 @@ class _Finder(Softmax, ScoreAxes):
         while True:
             n = self.graph.nodes[i]
             served = n.name in VIEWS | PRODUCTS | CONTRACTIONS | _REPEATS
-            served |= n.name == "dropout" and not _drops(n)
+            served |= n.name == "dropout" and not drops(n)
             served &= n.single and not n.writes and i < self.end and v in n.operands()
             require(served, f"its values are needed by {n.name}")
             more = [ref for ref in n.operands() if ref != v]
@@ -125,21 +153,19 @@ class _Finder(Softmax, ScoreAxes):
             require(later, "no contraction with a vector")
             i = later[0]
 
-    def contraction(self) -> None:
-        """Forward from the activation to its sum against a vector."""
-        p, users = self.p, self.graph.values[self.p.activated].users
+    def contraction(self, summed: int) -> None:
+        """Forward from what is summed against a vector to the sum."""
+        p, users = self.p, self.graph.values[summed].users
         require(users, "its values are kept")
         for user in users:
             try:
-                ids, p.scores, vector, bias = self.chain(user, p.activated)
+                ids, p.scores, vector, bias = self.chain(user, summed)
                 break
             except NotFusable:
                 if user == users[-1]:
                     raise
         p.after = [] if bias is None else [("+", bias)]
-        (self.axis, rows), (axis, vectors) = self.contracted(
-            ids, p.activated, vector, p.scores, bias
-        )
+        (self.axis, rows), (axis, vectors) = self.contracted(ids, summed, vector, p.scores, bias)
         self.rows, self.index = rows.reshape(-1), torch.arange(rows.numel()).view(rows.shape)
         more, [(p.vector, every, _)] = self.parts(vector, axis, 1)
         p.hidden = every.shape[1]
@@ -154,19 +180,21 @@ class _Finder(Softmax, ScoreAxes):
         p.late |= ids | more
         p.end = max(ids)
 
-    def sum(self) -> None:
-        """Back from the activation: the addends, and what projects them."""
-        ids, leaves = back(self.graph, self.total, self.pinned)
+    def sum(self, total: int) -> list[Addend]:
+        """Back from what is activated: the addends, and what projects them."""
+        addends: list[Addend] = []
+        ids, leaves = back(self.graph, total, self.pinned)
         require(len(leaves) < 7, "too many addends")
         self.p.late |= ids
-        for v, elements, factor in self.elements(ids, leaves, self.total):
+        for v, elements, factor in self.elements(ids, leaves, total):
             require((elements >= 0).all(), "not all of it is added to")
             rows = by_row(elements, self.axis)[self.rows]
             try:
                 require(factor == 1.0, "is scaled")
-                self.p.addends += self.projected(v, rows)
+                addends += self.projected(v, rows)
             except (NotFusable, RuntimeError):
-                self.p.addends.append(Addend(v, rows, factor))
+                addends.append(Addend(v, rows, factor))
+        return addends
 
     def projected(self, v: int, index: Tensor) -> list[Addend]:
         """The addends that a product with a matrix stands for."""
@@ -328,10 +356,3 @@ class _Finder(Softmax, ScoreAxes):
     def storages(self, numbers: Iterable[int]) -> set[int | None]:
         """Where tensors are that are not gone."""
         return {self.graph.values[v].storage for v in numbers} - {None}
-
-
-def _drops(n: Node) -> bool:
-    """Whether a dropout drops anything."""
-    options = {"p": 0.5, "training": True, **dict(zip(("p", "training"), n.args[1:], strict=False))}
-    options |= n.kwargs
-    return bool(options["p"] and options["training"])

@@ -18,6 +18,7 @@ from bahdanau_fast.graphs.graph import ACTIVATIONS, SIZED, Graph, Node, Ref, map
 __all__ = ["CallRecorder", "GraphNotes", "writes"]
 
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_OURS = _PACKAGE / "ops"
 _IN_PLACE = {f"i{name}" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
     "rshift", "matmul",
@@ -120,10 +121,12 @@ def _example(node: Any) -> Any:
 
 
 def _line(node: fx.Node) -> str:
-    """File and line of the user's code that made a node."""
+    """File and line of the user's code that made a node; empty for operators of this package."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     for words in [line.split('"') for line in lines[::-1] if line.startswith("File")]:
         path = Path(words[1])
+        if path.is_relative_to(_OURS):
+            break
         if not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE):
             return f"{Path(words[1]).name}:{words[2].split()[2].rstrip(',')}"
     return ""
@@ -189,9 +192,11 @@ class CallRecorder(TorchFunctionMode):
 
 
 def _source() -> str:
-    """File and line of the user's code that is running."""
+    """File and line of the user's code that is running; empty for operators of this package."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_OURS):
+            break
         if not path.is_relative_to(_PACKAGE) and not path.is_relative_to(_TORCH):
             return f"{path.name}:{line}"
     return ""

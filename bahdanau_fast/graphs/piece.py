@@ -69,6 +69,8 @@ class Piece:
     hidden: int = 0
     sizes: list[int] = field(default_factory=list)  # axes of the scores: batch, queries, keys
     groups: list[int] = field(default_factory=list)  # how many axes of each
+    gate: list[Addend] = field(default_factory=list)  # what a sigmoid, a factor, is of
+    pools: bool = False  # without a query
     after: list[tuple[str, Any]] = field(default_factory=list)  # (operation, operand) of scores
     masks: list[ScoreMask] = field(default_factory=list)
     fill: float | None = None  # what hidden scores become

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from bahdanau_fast.graphs.attend import FusedAttend, FusedScore, laid
+from bahdanau_fast.graphs.attend import FusedAttend, FusedScore, laid, pooled
 from bahdanau_fast.graphs.caches import Shared
 from bahdanau_fast.graphs.find import find
 from bahdanau_fast.graphs.graph import Graph, Ref, SmallSizes, require
@@ -143,7 +143,7 @@ class _Planner:
         self._inputs: dict[int, Any] = {}  # proxies of fx, by number
         by = [number for _, number in piece.after if type(number) is Ref]
         symbols = [source[0] for source in self._symbols.values() if type(source) is tuple]
-        parts = [n for e in piece.addends for n in (e.x, e.w, e.bias) if n is not None]
+        parts = [n for e in piece.addends + piece.gate for n in (e.x, e.w, e.bias) if n is not None]
         masks = [mask.number for mask in piece.masks]
         numbers = [*parts, piece.vector, piece.values, *by, *masks, *piece.assumed, *symbols]
         for i, number in enumerate(dict.fromkeys(int(n) for n in numbers if n >= 0)):
@@ -229,6 +229,8 @@ class _Planner:
 
     def plan(self) -> FusedPlan:
         p = self.p
+        if p.pools:
+            return self.finished(self.pooling())
         inside = TANH._replace(activation=p.activation, negative_slope=p.slope)
         # By identity plain tanh is told from the rest.
         inside = TANH if inside == TANH else inside
@@ -251,6 +253,10 @@ class _Planner:
         bias = functools.reduce(operator.add, biases) if biases else None
         terms = q, k, w_q, w_k, bias, features, w_f
         outputs = (self.scores if p.context is None else self.attend)(inside, small, terms)
+        return self.finished(outputs)
+
+    def finished(self, outputs: tuple[Any, ...]) -> FusedPlan:
+        """The graph with these outputs, and without inputs that nothing reads."""
         self.code.output(tuple(x.node if isinstance(x, fx.Proxy) else x for x in outputs))
         inputs = []
         for number, x in self._inputs.items():
@@ -275,8 +281,26 @@ class _Planner:
                 added = self._inputs[by]
                 x = x + (added.reshape([-1])[i] if n > 1 else added)
             scores.append(x)
-        code = _Code(scores[0] if n == 1 else torch.cat(scores), [self.b, self.q, self.k])
-        order, shape = p.scores_axes
+        x = scores[0] if n == 1 else torch.cat(scores)
+        return self.placed_scores(_Code(x, [self.b, self.q, self.k]))
+
+    def pooling(self) -> tuple[Any, ...]:
+        """Scores without a query; several vectors are the batch."""
+        p, (first,) = self.p, self.p.addends
+        x = self.placed(first.x, first.broadcast)
+        tensors: list[Any] = [x.reshape([1, self.k, x.shape[-1]]).x]
+        for addend in (first, *p.gate):
+            (bias,) = self.biases(addend) or [None]
+            tensors += [self.weight(addend), None if bias is None else bias.reshape([-1])]
+        tensors += [None] * (2 * (not p.gate))
+        vectors = self.input(p.vector).reshape([self.b, self.hidden]).x
+        biases = [self._inputs[by].reshape([-1]) for _, by in p.after]
+        scores = self.call(pooled, *tensors, vectors, *(biases or [None]))
+        return self.placed_scores(_Code(scores, [1, self.b, self.k]))
+
+    def placed_scores(self, code: _Code) -> tuple[Any, ...]:
+        """As the user has them."""
+        p, (order, shape) = self.p, self.p.scores_axes
         code = code.reshape(self.all(p.sizes)).permute(order).reshape(self.all(shape))
         return code.x.to(self.graph.values[p.scores].dtype), None
 

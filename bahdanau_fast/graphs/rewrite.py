@@ -12,7 +12,7 @@ from torch import fx
 
 from bahdanau_fast.graphs.attend import NotServed
 from bahdanau_fast.graphs.caches import Shared
-from bahdanau_fast.graphs.find import summed
+from bahdanau_fast.graphs.find import pools, summed
 from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, require
 from bahdanau_fast.graphs.notes import GraphNotes
 from bahdanau_fast.graphs.piece import Piece
@@ -33,10 +33,12 @@ class Rewriter:
         self._whole = True
 
     def activations(self) -> list[int]:
-        """Calls that activate a sum."""
+        """Calls that activate a sum, or what scores of pooling are of."""
         graph = self.notes.graph
         nodes = enumerate(graph.nodes)
-        return [i for i, n in nodes if n.name in ACTIVATIONS and summed(graph, i)[0]]
+        sums = [i for i, n in nodes if n.name in ACTIVATIONS]
+        with apart(torch.device("cpu")):
+            return [i for i in sums if summed(graph, i)[0] or pools(graph, i)]
 
     def source(self, anchor: int) -> str:
         """File and line of the user's code."""

@@ -96,6 +96,7 @@ class Softmax(Probe):
         """The call that reads a tensor next, and what it reads of it."""
         p, nodes, values = self.p, self.graph.nodes, self.graph.values
         users = [i for i in values[v].users if v in nodes[i].operands()]
+        users = [i for i in users if not (p.pools and nodes[i].name == "output")]
         names = [nodes[i].name for i in users]
         if len(users) == 2 and names[0] == "detach":  # of ``scores.data``, which is written to
             (alias,) = nodes[users[0]].out

@@ -112,10 +112,10 @@ class Ours(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = bf.AdditiveAttention(6)
+        self.attention, self.pooling = bf.AdditiveAttention(6), bf.AttentionPooling(6, 5)
 
     def forward(self, queries, keys):
-        return torch.tanh(self.attention(queries, keys, keys))
+        return self.pooling(torch.tanh(self.attention(queries, keys, keys)))
 
 
 PLAIN = {
@@ -169,4 +169,27 @@ def test_modules_of_this_package_compute_inside_what_is_looked_at():
     for _ in range(CALLS):
         same(model(*inputs), want, 0.0)
     assert [type(part) for part in model.modules()] == kinds
-    assert [(entry.name, report.fused) for entry in report.left] == [("attention", ())]
+    assert [entry.name for entry in report.left] == ["attention", "pooling"]
+    assert report.fused == ()
+
+
+class Gated(nn.Module):
+    """Scores of a bag with dropout inside, which training draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(D, 16), nn.Tanh(), nn.Dropout())
+        self.b = nn.Sequential(nn.Linear(D, 16), nn.Sigmoid(), nn.Dropout())
+        self.c = nn.Linear(16, 1)
+
+    def forward(self, bag):
+        return torch.softmax(self.c(self.a(bag) * self.b(bag)), 0).t() @ bag
+
+
+def test_pooling_with_dropout_inside_is_left_with_its_reason():
+    model, bag = Gated(), torch.randn(23, D)
+    report = bf.fuse(model, always=True)
+    for _ in range(CALLS):
+        model(bag)
+    assert report.fused == ()
+    assert [entry.text for entry in report.left] == ["its values are needed by dropout"]

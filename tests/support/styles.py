@@ -240,7 +240,7 @@ LEFT = {
             # One key at a time: nothing is broadcast.
             "each_key": lambda q, k: torch.stack([torch.tanh(q + key) for key in k.unbind(1)], 1),
         },
-        "no contraction with a vector": {
+        "is multiplied by a sigmoid": {
             "gated": lambda q, k: torch.tanh(q[:, None] + k) * torch.sigmoid(k),
         },
     },
@@ -559,6 +559,64 @@ for name, (query, keys, hidden) in EQUAL.items():
     STYLES[f"equal_{name}"] = Style(make, shapes(query, keys), NO_ROWS * (name == "one_key"))
 
 
+# ---- without a query: scores of one projection, plain or gated
+
+
+add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k))
+bag = shapes((23, DK))
+
+
+def branch(activation):
+    return lambda: nn.Sequential(nn.Linear(DK, H), activation(), nn.Dropout())
+
+
+# CLAM has a row of weights for all of its classes.
+@forward(bag, a=branch(nn.Tanh), b=branch(nn.Sigmoid), c=linear(H, 2))
+def gated_bag_of_classes(self, h):
+    scores = self.c(self.a(h).mul(self.b(h)))
+    weights = F.softmax(torch.transpose(scores, 1, 0), dim=1)
+    return torch.mm(weights, h), weights
+
+
+# AttentionDeepMIL; a batch of bags here, with padding.
+@forward(masked(keys_alone), a=branch(nn.Tanh), b=branch(nn.Sigmoid), c=linear(H, 1))
+def gated_bags(self, h, mask):
+    scores = (self.b(h) * self.a(h)) @ self.c.weight.t() + self.c.bias
+    weights = scores.masked_fill(~mask.unsqueeze(-1), float("-inf")).softmax(1).transpose(2, 1)
+    return torch.bmm(weights, h).squeeze(1)
+
+
+# Words of a sentence, time first, against a context vector.
+@forward(shapes((TK, B, DK)), word=linear(DK, H), context=free(H))
+def words_against_a_context(self, h):
+    weights = torch.softmax(torch.tanh(self.word(h)) @ self.context, 0)
+    return (weights.unsqueeze(-1) * h).sum(0), weights
+
+
+# A news recommender's; the exponentials are divided by hand.
+@forward(keys_alone, matrix=free(DK, H), b=free(H), query=free(H, 1))
+def news_against_a_vector(self, x):
+    temp = torch.tanh(torch.matmul(x, self.matrix) + self.b)
+    weights = torch.exp(torch.matmul(temp, self.query).squeeze(-1))
+    weights = weights / weights.sum(1, keepdim=True)
+    return torch.bmm(weights.unsqueeze(1), x).squeeze(1)
+
+
+# Statistics of a speaker's frames (B,C,T), with weights for every channel.
+@forward(shapes((B, DK, TK)), inner=conv(DK, H), outer=conv(H, DK))
+def attentive_statistics(self, x):
+    weights = torch.softmax(self.outer(torch.tanh(self.inner(x))), dim=2)
+    mean = torch.sum(weights * x, dim=2)
+    variance = torch.sum(weights * x**2, dim=2) - mean**2
+    return torch.cat((mean, torch.sqrt(variance.clamp(min=1e-4))), dim=1)
+
+
+# The gate is of something else.
+@forward(lambda draw: (draw(B, TK, DK), draw(B, TK, DK)), NONE, other=linear(DK, H))
+def gated_by_another(self, keys, others):
+    return attend(self.v(self.U(keys).tanh() * self.other(others).sigmoid()).squeeze(-1), keys)
+
+
 # ---- left: something else is computed, or the same in pieces
 
 
@@ -590,8 +648,8 @@ def transducer_joint(self, predicted, encoded):
 
 
 add("dot_product", many, lambda m, q, k: attend(m.W(q) @ m.U(k).transpose(1, 2), k), NONE)
-# Without a query: one addend alone, and a table of positions for the other.
-add("self_pooling", keys_alone, lambda m, k: m.look(m.U(k), k), NONE)
+# A network of the layers of pooling, whose softmax is over classes.
+add("classes", keys_alone, lambda m, k: F.softmax(m.out(m.U(k).tanh()), -1), NONE, out=linear(H, 5))
 
 
 # Both addends have the axis of the keys.
