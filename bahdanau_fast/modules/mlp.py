@@ -29,6 +29,7 @@ class MLPAttention(AdditiveAttention):
     Raises:
         TypeError, ValueError: a size below 1, a dropout outside [0, 1].
 
+    >>> import torch
     >>> attention = MLPAttention(8, 2, 0.1).eval()
     >>> values = torch.arange(40.0).reshape(1, 10, 4).repeat(2, 1, 1)
     >>> context = attention(torch.ones(2, 1, 2), torch.ones(2, 10, 2), values, torch.tensor([2, 6]))

@@ -53,7 +53,7 @@ WRONG = [
     {"features": ones(2, 4, 4), "w_f": ones(8, 4)},
     {"features": ones(2, 5, 4), "w_f": ones(8, 3)},
     {"features": ones(2, 5, 4).double(), "w_f": ones(8, 4)},
-    {"activation": 3},
+    {"activation": 4},
     {"dropout_p": -0.5},
     {"dropout_p": 1.5},
     {"dropout_p": float("nan")},
