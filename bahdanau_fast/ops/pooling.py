@@ -29,7 +29,7 @@ __all__ = ["plain_scores", "pooling_scores", "scores_and_keys"]
 
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
 # compute. All that are remembered make a step faster than plain code, half of them about as fast.
-CHUNK, REMEMBERED, PLAIN = 1 << 21, 1 << 25, 1 << 18
+CHUNK, REMEMBERED, PLAIN = 1 << 19, 1 << 25, 1 << 20
 _INPUTS = (
     "Tensor keys, Tensor w, Tensor? b, Tensor? w_gate, Tensor? b_gate, Tensor w_v, Tensor? b_v"
 )
