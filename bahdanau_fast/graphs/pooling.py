@@ -43,7 +43,7 @@ def _idle(n: Node) -> bool:
 
 
 class Pooling(ScoreAxes):
-    """Reads the gate, and whether there is no query."""
+    """Reads the gate, and whether a query is missing."""
 
     end: int
     maybe_later: bool

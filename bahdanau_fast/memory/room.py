@@ -32,7 +32,7 @@ class Room:
             if self._length != start or end > first.shape[1]:
                 return None
             if first.is_inference() and not torch.is_inference_mode_enabled():
-                return None  # torch writes to none there
+                return None  # torch writes to none outside of that mode
             self._length = end
         for buffer, x in zip(self._buffers, rows, strict=True):
             buffer[:, start:end] = x
