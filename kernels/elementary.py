@@ -95,10 +95,8 @@ def tanh_precise(z):
 @triton.jit
 def act(z, slope, ACTIVATION: tl.constexpr):
     """ReLU of z, leaky ReLU or sigmoid; NaN of NaN."""
-    if ACTIVATION == SIGMOID:
-        return 1.0 / (1.0 + tl.exp2(z * (-0.5 * TWO_LOG2_E)))
-    else:
-        return tl.where(z <= 0.0, 0.0 if ACTIVATION == RELU else slope * z, z)
+    rectified = tl.where(z <= 0.0, 0.0 if ACTIVATION == RELU else slope * z, z)
+    return 1.0 / (1.0 + tl.exp2(z * (-0.5 * TWO_LOG2_E))) if ACTIVATION == SIGMOID else rectified
 
 
 @triton.jit
@@ -110,12 +108,10 @@ def near_zero(z, away):
 @triton.jit
 def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
     """The activation of z and its slope, for any magnitude."""
-    if ACTIVATION == SIGMOID:
+    if ACTIVATION != TANH:
         t = act(z, slope, ACTIVATION)
-        u = t * (1.0 - t)
-    elif ACTIVATION != TANH:
-        t = act(z, slope, ACTIVATION)
-        u = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
+        step = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)
+        u = t * (1.0 - t) if ACTIVATION == SIGMOID else step
     else:
         e = tl.exp2(tl.abs(z) * -TWO_LOG2_E)
         r = reciprocal(1.0 + e, NATIVE)

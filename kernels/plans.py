@@ -50,9 +50,7 @@ class Gpu(NamedTuple):
         On compute capability 7.5 Triton makes them of fma. Those of gfx90a take subnormals of fp16
         for zero; on gfx1100 kernels of products spill. AMD's others are unknown but for two.
         """
-        if self.native:
-            return self.arch != "sm_75"
-        return self.arch in ("", "gfx942", "gfx950")
+        return self.arch != "sm_75" if self.native else self.arch in ("", "gfx942", "gfx950")
 
     def precision(self, size: int, tf32: bool) -> str:
         """PRECISION of `product`, of elements of so many bytes; TF32 where allowed."""
