@@ -299,8 +299,7 @@ __device__ __forceinline__ float warp_sums(float* x, int lane) {
   }
 }
 
-// In every thread, what reduce() gives in every lane of a warp, of the whole block; `none` changes
-// no result. `scratch` holds a number per warp.
+// reduce() over the block, in every thread. `none` changes nothing; `scratch`: a number per warp.
 template <class X, class Reduce>
 __device__ __forceinline__ X over_block(X x, X none, X* scratch, const Reduce& reduce) {
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;

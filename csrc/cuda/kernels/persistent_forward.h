@@ -231,15 +231,18 @@ struct PersistentForwardTask : PersistentBlock<T> {
       this->group.wait();
 #pragma unroll 1
       for (int s = 0; s < plan.sentences; ++s) attend(t, s);
-      this->group.sync();
+      this->group.arrive();
+      this->group.wait();
       multiply_contexts(t);
       step_cells(t);
       if (greedy()) clear_best(t);
       if (t + 1 == f.T && !greedy()) break;
-      this->group.sync();
+      this->group.arrive();
+      this->group.wait();
       if (!greedy()) continue;
       multiply_dense(t);
-      this->group.sync();
+      this->group.arrive();
+      this->group.wait();
       if (!write_tokens(t) && !f.greedy.whole) break;
     }
   }

@@ -13,8 +13,7 @@
 
 namespace bahdanau_fast::gpu {
 
-// A forward alone may project the queries in its launch, where that pays; a decoder has any number
-// of queries and of hidden units.
+// A forward alone may project in its launch; a decoder has any number of queries and units.
 enum class Use { forward, with_gradients, decoder };
 
 // The tensor itself, or a copy whose rows can be read 16 bytes at a time.

@@ -50,8 +50,6 @@ auto attend(const AttentionArguments& args, bool need_weights, bool, bool narrow
   }
 }
 
-// ---- backward ----
-
 Tensor product(const Tensor& x, const Tensor& y) {  // in their dtype, autocast or not
   return cast(torch::stable::matmul(x, y), x.scalar_type());
 }

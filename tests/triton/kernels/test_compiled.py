@@ -187,7 +187,7 @@ def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
 WRONG_INSIDE = {
     "w_f must be given with features": {"features": torch.ones(2, 6, 3)},
     "features must have the batch size": {"features": torch.ones(6, 2, 3), "w_f": torch.ones(5, 3)},
-    "activation must be one of 'tanh', ": {"activation": 3},
+    "activation must be one of 'tanh', ": {"activation": 4},
 }
 
 
