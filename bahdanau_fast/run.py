@@ -23,7 +23,7 @@ from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
 
-__all__ = ["attend", "attend_with", "project", "scores"]
+__all__ = ["attend", "attend_by_scores", "attend_with", "project", "scores"]
 
 #: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
 #: link of a recorded call.
@@ -91,7 +91,7 @@ def attend_with(
         call = call._replace(w_v=_scaled(call.w_v, scale))
     found = None
     if return_scores:
-        context, weights, found = _by_scores(call)
+        context, weights, found = attend_by_scores(call)
     else:
         context, weights = attend(call)
     if query_mask is not None:
@@ -127,13 +127,21 @@ def _scaled(
     return lambda hidden: w_v(hidden) * scale
 
 
-def _by_scores(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Context and weights, made of the scores by plain operations, and those."""
+def attend_by_scores(
+    call: Call, weigh: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Context and weights, made of the scores by plain operations, and those.
+
+    ``weigh``: weights (B,Tq,Tk) of scores; None for the masked softmax.
+    """
     shape = call.shape
     found = scores(call._replace(scores_only=True, shape=None))
-    weights = reference.masked_softmax(found, call.valid_lens, call.mask)
+    if weigh is None:
+        weights = reference.masked_softmax(found, call.valid_lens, call.mask)
+    else:
+        weights = weigh(found)
     dropped = F.dropout(weights, call.dropout_p) if call.dropout is None else call.dropout(weights)
-    context = torch.bmm(dropped, call.values)
+    context = torch.bmm(dropped.to(call.values.dtype), call.values)
     if shape is None:
         return context, weights, found
     return shape.restore(context), shape.restore_weights(weights), shape.restore(found)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bahdanau_fast import checks, run
+from bahdanau_fast import run
 from bahdanau_fast.call import Call
 from bahdanau_fast.graphs.caches import Shared, scaled
 from bahdanau_fast.ops.pooling import scores_and_keys
@@ -31,9 +31,7 @@ def laid(x: Tensor) -> Tensor:
 
 def pooled(keys: Tensor, *parameters: Tensor | None) -> Tensor:
     """Scores (1,heads,k) of pooling, of keys (1,k,D) and parameters as ``scores_and_keys``."""
-    dtype = checks.autocast_dtype(keys.device)
-    dtype = keys.dtype if dtype is None or keys.dtype == torch.float64 else dtype
-    return scores_and_keys(keys, *(None if x is None else x.to(dtype) for x in parameters))[0]
+    return scores_and_keys(keys, *parameters)[0]
 
 
 @dataclass(eq=False)

@@ -39,7 +39,12 @@ def within(window: tuple[int, int], previous: Tensor, mask: Tensor | None) -> Te
 
 
 def normalized(how: str, scores: Tensor, previous: Tensor | None, call: Call) -> Tensor:
-    """Weights (B,Tq,Tk) of scores; ``previous`` are those of the last step."""
+    """Weights (B,Tq,Tk) of scores, in their dtype; ``previous`` are those of the last step."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return _normalized(how, wide, previous, call).to(scores.dtype)
+
+
+def _normalized(how: str, scores: Tensor, previous: Tensor | None, call: Call) -> Tensor:
     if how == "sigmoid":
         return masked_softmax(F.logsigmoid(scores), call.valid_lens, call.mask)
     assert previous is not None

@@ -269,13 +269,16 @@ class _AttentionRNN(KeepsWeights):
                     checks.reject(TypeError, name, "be None beside a memory, which has its", "both")
         if memory.batch is not None:
             checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
+        lens, seen = memory.valid_lens, memory.mask
+        one_query = (lens is None or lens.dim() == 1) and (seen is None or seen.shape[1] == 1)
+        if mask is None and one_query:  # which memory() has checked
+            return memory
         projected = memory.projected.keys
         query = projected.new_empty((len(projected), 1, 0))
         _, mask, _ = memory.for_queries(query, mask)
-        lens = memory.valid_lens
         if lens is not None and lens.dim() == 2:  # of one query
-            return replace(memory, valid_lens=lens.squeeze(1), mask=mask)
-        return memory if mask is memory.mask else replace(memory, mask=mask)
+            lens = lens.squeeze(1)
+        return replace(memory, valid_lens=lens, mask=mask)
 
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""

@@ -177,7 +177,8 @@ class LocationAttention(Additive):
         if self.normalize == "softmax":
             context, weights = run.attend(call)
         else:
-            context, weights = self._normalized(call, previous)
+            weigh = functools.partial(normalized, self.normalize, previous=previous, call=call)
+            context, weights, _ = run.attend_by_scores(call, weigh)
         keep(self, weights, context)
         return context
 
@@ -192,18 +193,6 @@ class LocationAttention(Additive):
             checks.finite("clip", clip)
         call = self._located(queries, memory, location, None)
         return run.scores(call._replace(scores_only=True), clip)
-
-    def _normalized(self, call: Call, previous: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Context and weights by another way than the softmax."""
-        shape, values = call.shape, call.values
-        scores = run.scores(call._replace(scores_only=True, shape=None))
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        weights = normalized(self.normalize, wide, previous, call).to(scores.dtype)
-        drop = call.dropout or functools.partial(nn.functional.dropout, p=call.dropout_p)
-        context = torch.bmm(drop(weights).to(values.dtype), values)
-        if shape is None:
-            return context, weights
-        return shape.restore(context), shape.restore_weights(weights)
 
     def _located(
         self, queries: Tensor, memory: Memory, location: Tensor, mask: Tensor | None

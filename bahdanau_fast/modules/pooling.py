@@ -14,12 +14,13 @@ from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import KeepsWeights
 from bahdanau_fast.modules.layers import apply_layer, check_features, plain_parameters
 from bahdanau_fast.ops.context import without_autocast
-from bahdanau_fast.ops.pooling import scores_and_keys
+from bahdanau_fast.ops.pooling import products_dtype, scores_and_keys
 
 __all__ = ["AttentionPooling"]
 
 # Variances below it, which may be negative by rounding, have this one's square root.
 LEAST_VARIANCE = 1e-7
+_PARTS = "weight", "bias"
 
 
 class AttentionPooling(KeepsWeights):
@@ -138,7 +139,7 @@ class AttentionPooling(KeepsWeights):
         """
         rows, *_, shape = self._as_rows(keys, None, None, None)
         scores, _ = self._scores(rows)
-        return shape.restore(scores.to(self._dtype(rows)))
+        return shape.restore(scores.to(products_dtype(rows)))
 
     @overload
     def forward(
@@ -196,7 +197,7 @@ class AttentionPooling(KeepsWeights):
             checks.lens(lens, rows.shape[0], self.heads, rows.device)
         if mask is not None:
             mask = checks.as_mask(mask, scores, rows)
-        dtype = self._dtype(rows)
+        dtype = products_dtype(rows)
         in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
         weights = reference.masked_softmax(scores, lens, mask)
         weights = weights.to(torch.float32 if in_fp32 else dtype)
@@ -220,11 +221,6 @@ class AttentionPooling(KeepsWeights):
         batch = tuple(keys.shape[:1]) if batch is None else batch
         return keys, values, lens, mask, Shape(batch, False)
 
-    def _dtype(self, keys: Tensor) -> torch.dtype:
-        """Of results, and of products."""
-        dtype = checks.autocast_dtype(keys.device)
-        return keys.dtype if dtype is None or keys.dtype == torch.float64 else dtype
-
     def _scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The scores (B,heads,Tk), and the keys for the weighted sum."""
         layers = self.V, self.U, self.w
@@ -234,10 +230,8 @@ class AttentionPooling(KeepsWeights):
             if self.U is not None:
                 hidden = hidden * torch.sigmoid(apply_layer(self.U, keys))
             return apply_layer(self.w, hidden).transpose(1, 2), keys
-        dtype, tensors = self._dtype(keys), []
-        for parameters in (v, u or {}, w):
-            tensors += [parameters.get("weight"), parameters.get("bias")]
-        return scores_and_keys(keys, *(None if x is None else x.to(dtype) for x in tensors))
+        parts = (parameters.get(name) for parameters in (v, u or {}, w) for name in _PARTS)
+        return scores_and_keys(keys, *parts)
 
     def _pooled(self, weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted means (B,heads,D), with statistics (B,heads,2D)."""

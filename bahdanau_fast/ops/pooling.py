@@ -25,7 +25,7 @@ from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.operator import Operator, library
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["plain_scores", "pooling_scores", "scores_and_keys"]
+__all__ = ["plain_scores", "pooling_scores", "products_dtype", "scores_and_keys"]
 
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
 # compute. All that are remembered make a step faster than plain code, half of them about as fast.
@@ -302,10 +302,17 @@ def _is_small(inputs: _Inputs) -> bool:
     return activations * (1 if inputs.w_gate is None else 2) < PLAIN
 
 
-def scores_and_keys(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+def products_dtype(keys: Tensor) -> torch.dtype:
+    """The dtype of products with keys, which is autocast's but for fp64."""
+    dtype = checks.autocast_dtype(keys.device)
+    return keys.dtype if dtype is None or keys.dtype == torch.float64 else dtype
+
+
+def scores_and_keys(keys: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scores, and the keys for a weighted sum, of keys, W, b, W_g, b_g, w_v and b_v."""
+    dtype = products_dtype(keys)
+    tensors = keys, *(None if x is None else x.to(dtype) for x in parameters)
     inputs = _Inputs(*tensors)
-    keys = inputs.keys
     # An export has the operator whatever the sizes: its program may be of many.
     if (
         checks.plain_only()
