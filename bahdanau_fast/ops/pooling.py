@@ -4,8 +4,8 @@
 
 The gate is optional. A chunk's activations are in a buffer that the next one takes. Backward
 computes them again for half of the chunks, or fewer where the others are small: that product costs
-up to a third of a step, and what is saved in memory traffic pays for half of it. All of it is torch
-operations, on any device. Sums, activations and scores have no less than fp32; products take the
+time, and what is saved in memory traffic pays for a part of it. All of it is torch operations, on
+any device. Sums, activations and scores have no less than fp32; products take the
 dtype of W.
 """
 
@@ -28,7 +28,7 @@ from bahdanau_fast.ops.second_derivatives import differentiate_again
 __all__ = ["plain_scores", "pooling_scores", "products_dtype", "scores_and_keys"]
 
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
-# compute. All that are remembered make a step faster than plain code, half of them about as fast.
+# compute. Where fewer are remembered, a step takes less memory and more time.
 CHUNK, REMEMBERED, PLAIN = 1 << 19, 1 << 25, 1 << 20
 _INPUTS = (
     "Tensor keys, Tensor w, Tensor? b, Tensor? w_gate, Tensor? b_gate, Tensor w_v, Tensor? b_v"
