@@ -65,15 +65,15 @@ def positive_int(name: str, value: int) -> None:
         reject(ValueError, name, "be at least 1", value)
 
 
-def _tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        of_lstm = " (of an LSTM's state (h, c) pass h[-1])"
-        hint = of_lstm if name == "queries" and isinstance(value, tuple) else ""
-        reject(TypeError, name, f"be a tensor{hint}", type(value).__name__)
+def _no_tensor(name: str, value: object) -> NoReturn:
+    of_lstm = " (of an LSTM's state (h, c) pass h[-1])"
+    hint = of_lstm if name == "queries" and isinstance(value, tuple) else ""
+    reject(TypeError, name, f"be a tensor{hint}", type(value).__name__)
 
 
 def _floating(name: str, tensor: Tensor) -> None:
-    _tensor(name, tensor)
+    if not isinstance(tensor, Tensor):
+        _no_tensor(name, tensor)
     if tensor.dtype not in FLOATING:
         reject(TypeError, name, "be float32, bfloat16, float16 or float64", tensor.dtype)
     if tensor.layout != torch.strided:
@@ -93,6 +93,8 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _is_one_of(shape: tuple[int, ...], *shapes: tuple[int, ...]) -> bool:
     """Whether it is; ``in`` does not compare sizes that change in code that is compiled."""
+    if not torch.compiler.is_compiling():
+        return shape in shapes
     for other in shapes:
         if len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True)):
             return True
@@ -153,9 +155,11 @@ def keys_and_values(
 ) -> Tensor | None:
     """Keys, values, lengths and mask of a memory, without queries; the mask in three dimensions."""
     rows("keys", keys)
-    inputs(keys, keys, values, None)
+    if values is not keys:
+        inputs(keys, keys, values, None)
     if mask is not None:
-        _tensor("mask", mask)
+        if not isinstance(mask, Tensor):
+            _no_tensor("mask", mask)
         queries_len = mask.shape[1] if mask.dim() == 3 else 1  # any number
         mask = as_mask(mask, mask.new_empty(keys.shape[0], queries_len, 0), keys)
     queries_len = 0
@@ -184,7 +188,7 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         need = "have an integer dtype or float32, bfloat16, float16 or float64"
         mask = " (a bool mask is given as mask=)" if valid_lens.dtype == torch.bool else ""
         reject(TypeError, "valid_lens", need + mask, valid_lens.dtype)
-    shape = _shape(valid_lens)
+    shape = tuple(valid_lens.shape)
     if not _is_one_of(shape, (batch,), (batch, queries_len)):
         need = f"have shape ({batch},) or ({batch}, {queries_len})"
         reject(ValueError, "valid_lens", need, shape)
@@ -207,7 +211,8 @@ def spread_mask(mask: Tensor, batch: tuple[int, ...], queries_len: int, keys_len
     It is (*batch,Tk), which comes first; or (Tq,Tk) or (1,Tk); or it broadcasts to (*batch,Tq,Tk),
     with as many dimensions.
     """
-    _tensor("mask", mask)
+    if not isinstance(mask, Tensor):
+        _no_tensor("mask", mask)
     if mask.dtype != torch.bool:
         reject(TypeError, "mask", MASK, mask.dtype)
     shape, full = _shape(mask), (*batch, queries_len, keys_len)
@@ -241,7 +246,8 @@ def weights(
     bias: Tensor | None,
 ) -> int:
     """The weights of a function's call; returns H."""
-    _tensor("w_v", w_v)
+    if not isinstance(w_v, Tensor):
+        _no_tensor("w_v", w_v)
     if w_v.dim() == 1 or (w_v.dim() == 2 and w_v.shape[0] == 1):
         hidden = w_v.shape[-1]
     else:  # it is wrong: others know H

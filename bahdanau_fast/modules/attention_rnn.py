@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -162,14 +162,10 @@ class _AttentionRNN(KeepsWeights):
         """Whether the context of a step goes into the next one; it is a part of the state then."""
         return self.input_feeding and not self.attention_first
 
-    def _steps(self) -> Any:
-        """The attention, as the steps of a sequence call it."""
-        if isinstance(self.attention, LocationAttention):
-            return LocationSteps(self.attention)
-        return self.attention
-
     def _decode(self, steps: Tensor, state: Any, memory: Memory) -> Sequence:
-        attention, rnn = self._steps(), self.rnn
+        rnn, attention = self.rnn, cast(Any, self.attention)
+        if isinstance(attention, LocationAttention):
+            attention = LocationSteps(attention)
         if self.attention_first:
             return decode_given(attention, rnn, steps, state, memory)
         if memory.maker is None:

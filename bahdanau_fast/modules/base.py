@@ -24,7 +24,7 @@ from bahdanau_fast.modules.layers import (
     plain_weight,
     project_if_changed,
 )
-from bahdanau_fast.ops.projection import shared_linear
+from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
 from bahdanau_fast.reference import TANH, Inside
 
@@ -155,7 +155,7 @@ class Additive(Attention):
     @property
     def _reads_table(self) -> bool:
         """Whether its operators read a table of exponentials."""
-        return self.activation == "tanh"
+        return self._inside.activation == "tanh"
 
     def extra_repr(self) -> str:
         """What ``print`` shows beside the layers."""
@@ -166,39 +166,39 @@ class Additive(Attention):
         self, keys: Tensor, values: Tensor, shared: bool
     ) -> tuple[ProjectedKeys, Maker | None]:
         self._draw(None, keys)
-        backend = backends.resolve(keys.device, dtype=keys.dtype)
-        remembers_keys = backends.BACKENDS[backend].remembers_keys
-        weight = plain_weight(self._modules[self._key_layer])
-        w_v = plain_weight(self._modules[self._score_layer])
-        backwards = token = None
-        shared = shared or not self._reads_table
-        if shared and not torch.compiler.is_compiling() and may_share(keys, weight, self.bias):
+        _, w_k, w_v, _ = parts_of(self)
+        tanh, backwards, token = self._reads_table, None, None
+        shared = shared or not tanh
+        if shared and not torch.compiler.is_compiling() and may_share(keys, w_k, self.bias):
             backwards = PendingBackwards()
             token = backwards.begin()
-        else:
-            weight = None
         projected_keys = self._keys(keys, backwards)
+        backend = backends.resolve(keys.device, dtype=keys.dtype)
         # Without the scoring layer's weight, attend will call that layer instead of a kernel.
-        reads_table = self._reads_table and w_v is not None
+        reads_table = tanh and w_v is not None
         projected = project(
             projected_keys, reads_table and backends.keeps_table(backend, projected_keys)
         )
-        projected = projected._replace(backwards=backwards, token=token)
         if not shared:
             return projected, None
+        projected = projected._replace(backwards=backwards, token=token)
+        remembers_keys = backends.BACKENDS[backend].remembers_keys
         if w_v is not None and (reads_table or (backwards is not None and remembers_keys)):
             projected = projected.share(values, w_v, reads_table)
-        return projected, Maker.of(self, weight if remembers_keys else None, self.bias)
+        sampled = w_k if backwards is not None and remembers_keys else None
+        return projected, Maker.of(self, sampled, self.bias)
 
     def _keys(self, keys: Tensor, backwards: PendingBackwards | None) -> Tensor:
-        layer = self._modules[self._key_layer]
+        layer, bias = self._modules[self._key_layer], self.bias
         check_features("keys", keys, layer)
-        if self.bias is not None:
-            checks.same_kind("keys", keys, "the module's bias", self.bias)
+        if bias is not None:
+            checks.same_kind("keys", keys, "the module's bias", bias)
         weight = plain_weight(layer)
-        if weight is None or backwards is None or not may_share(keys, weight, self.bias):
-            return apply_layer(layer, keys, self.bias)
-        return shared_linear(keys, weight, self.bias, backwards)[0]
+        if weight is None:
+            return apply_layer(layer, keys, bias)
+        if backwards is None or not may_share(keys, weight, bias):
+            return linear(keys, weight, bias)
+        return shared_linear(keys, weight, bias, backwards)[0]
 
     def _shared(self, memory: Memory) -> Memory:
         w_v = plain_weight(self._modules[self._score_layer])

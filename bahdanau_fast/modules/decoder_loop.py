@@ -14,7 +14,7 @@ from bahdanau_fast import backends, checks
 from bahdanau_fast.memory import Memory, project
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.attention_weights import keep
-from bahdanau_fast.modules.layers import is_unchanged, plain_dropout, plain_weight
+from bahdanau_fast.modules.layers import is_unchanged, parts_of, plain_dropout
 from bahdanau_fast.ops import decode
 from bahdanau_fast.ops.decode import SpecialTokens
 from bahdanau_fast.ops.dropout import dropout_seed
@@ -226,12 +226,12 @@ def _operator(
         and "attend" not in attention.__dict__
         and attention.activation == "tanh"
         and type(rnn) in (nn.GRU, nn.LSTM)
-        and plain_weight(attention.W_q) is not None
-        and plain_weight(attention.w_v) is not None
-        and plain_dropout(attention.dropout) is not None
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
+    if plain:
+        w_q, _, w_v, dropout_p = parts_of(attention)
+        plain = not (w_q is None or w_v is None or dropout_p is None)
     cells = _NO_CELLS
     if plain:
         layer, lstm = cast(nn.RNNBase, rnn), type(rnn) is nn.LSTM

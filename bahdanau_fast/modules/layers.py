@@ -61,19 +61,18 @@ def is_unchanged(module: nn.Module) -> bool:
         is not getattr(type(module).forward, "__code__", None)
     ):
         return False
-    hooks = _forward_hooks or _forward_pre_hooks or _backward_hooks or _backward_pre_hooks
-    return not (_is_changed(module.__dict__) or hooks)
-
-
-def _is_changed(attributes: dict[str, Any]) -> Any:
-    """Whether the instance with these attributes has hooks or replaces ``forward``."""
-    # Not through nn.Module's __getattr__, which is slow: a small call comes here three times.
-    return (
+    # Not through nn.Module's __getattr__, which is slow.
+    attributes = module.__dict__
+    return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
         or "forward" in attributes
+        or _forward_hooks
+        or _forward_pre_hooks
+        or _backward_hooks
+        or _backward_pre_hooks
     )
 
 
@@ -90,13 +89,10 @@ def plain_dropout(layer: nn.Module | None) -> float | None:
     """What an unmodified ``nn.Dropout`` drops with now, a probability; None for any other layer."""
     if layer is None or type(layer) not in _DROPOUTS or not is_unchanged(layer):
         return None
-    return _dropped(layer)
-
-
-def _dropped(layer: Any) -> float | None:
     if type(layer) is nn.Identity:
         return 0.0
-    return None if layer.inplace else layer.p if layer.training else 0.0
+    dropout = cast(nn.Dropout, layer)
+    return None if dropout.inplace else dropout.p if dropout.training else 0.0
 
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
@@ -160,7 +156,7 @@ def parts_of(module: Any) -> Parts:
         layer, weight = modules[name], None
         if type(layer) is _Linear:
             attributes = layer.__dict__
-            if not (  # as _is_changed: a small call comes here three times
+            if not (  # as is_unchanged: a small call comes here three times
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
                 or attributes["_backward_hooks"]
@@ -171,8 +167,7 @@ def parts_of(module: Any) -> Parts:
                 weight = parameters.get("weight") if parameters.get("bias") is None else None
         weights.append(weight)
     w_q, w_k, w_v = weights
-    plain = type(dropout) in _DROPOUTS and not _is_changed(dropout.__dict__)
-    return w_q, w_k, w_v, _dropped(dropout) if plain else None
+    return w_q, w_k, w_v, plain_dropout(dropout)
 
 
 def draw_if_lazy(layer: nn.Module | None, name: str, x: Tensor) -> None:

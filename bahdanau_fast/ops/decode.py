@@ -291,7 +291,7 @@ def _gradients(
     states = results.states
     *state_grads, grad_weights = grads
     grads = (
-        *(None if grad is None else grad.to(states.dtype) for grad in state_grads),
+        *[None if grad is None else grad.to(states.dtype) for grad in state_grads],
         None if grad_weights is None else grad_weights.to(results.weights.dtype),
     )
     needs = needs_of(("keys", "values", "w_v"), (needed.keys, needed.values, needed.w_v))  # type: ignore[arg-type]
@@ -341,9 +341,9 @@ def _backward(
     needs: int,
 ) -> StepGrads:
     """As :func:`decode_on_gpu.backward`."""
-    grad_states, grad_hidden, grad_cell, grad_weights = (
+    grad_states, grad_hidden, grad_cell, grad_weights = [
         None if grad is None else grad.contiguous() for grad in grads
-    )
+    ]
     *step_grads, grad_contexts, grad_scores, dropped = _run(
         decode_operators.decode_backward,
         arguments,

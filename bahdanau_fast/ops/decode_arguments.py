@@ -82,7 +82,7 @@ class DecoderInputs(NamedTuple):
         flat = [*tensors]
         first = len(cls._fields) - 1
         count = (len(flat) - first) // layers
-        of_layers = (tuple(flat[i : i + count]) for i in range(first, len(flat), count))
+        of_layers = zip(*[iter(flat[first:])] * count, strict=True)
         return cls(*flat[:first], tuple(of_layers))  # type: ignore[arg-type, call-arg]
 
     def padded(self) -> DecoderInputs:
@@ -115,30 +115,38 @@ class DecoderInputs(NamedTuple):
 
     def arranged(self, dtype: torch.dtype, join: Callable[..., Tensor]) -> Arguments:
         """In one dtype and the operators' order of gates; ``join`` makes tensors of rows."""
-        a, lstm, split = self, self.cell is not None, 2 * self.hidden.shape[2]
-        features, weights = a.values.shape[2], a.layers
-
-        def cast(x: Tensor) -> Tensor:
-            return x if x.dtype is dtype else join(x)
+        inputs, hidden, cell, keys, values, w_query, w_v = [
+            x if x is None or x.dtype is dtype else join(x) for x in self[:-1]
+        ]
+        lstm, units, features, layers = (
+            cell is not None,
+            hidden.shape[2],
+            values.shape[2],
+            self.layers,
+        )
+        split = 2 * units
 
         def ordered(w: Tensor) -> tuple[Tensor, ...]:
             return (w,) if lstm else (w[split:], w[:split])
 
         def of_layer(w: Tensor) -> Tensor:
-            return cast(w) if lstm else join(*ordered(w))
+            return w if lstm and w.dtype is dtype else join(*ordered(w))
 
-        first, context = weights[0][0], slice(features)
-        if a.keys.is_cpu:  # whose products take rows without gaps
-            w_context, w_inputs = first[:, context], first[:, features:]
-            w_context, w_inputs = (of_layer(w).contiguous() for w in (w_context, w_inputs))
+        first = layers[0][0]
+        if keys.is_cpu:  # whose products take rows without gaps
+            w_context = of_layer(first[:, :features]).contiguous()
+            w_inputs = of_layer(first[:, features:]).contiguous()
         else:
             first = of_layer(first)
-            w_context, w_inputs = first[:, context], first[:, features:]
-        hidden, above = [w[1] for w in weights], [w[0] for w in weights[1:]]
-        w_hidden = cast(hidden[0]) if len(hidden) == 1 else join(*hidden)
-        w_input = join(*chain.from_iterable(map(ordered, above))) if above else w_hidden[:0]
+            w_context, w_inputs = first[:, :features], first[:, features:]
+        w_hidden = layers[0][1]
+        if len(layers) > 1 or w_hidden.dtype is not dtype:
+            w_hidden = join(*(of_states for _, of_states, *_ in layers))
+        w_input = w_hidden[:0]
+        if len(layers) > 1:
+            w_input = join(*(part for w, *_ in layers[1:] for part in ordered(w)))
         rows: list[Rows] = []
-        for _, _, *biases in weights:
+        for _, _, *biases in layers:
             if not biases:
                 rows.append(first.new_zeros(2 * split))
             elif lstm:
@@ -146,28 +154,30 @@ class DecoderInputs(NamedTuple):
             else:
                 x, y = biases
                 rows += [x[split:], (x[:split], y[:split]), y[split:]]
-        bias = join(*rows).view(len(weights), 2 * split)
+        bias, gates = join(*rows).view(len(layers), 2 * split), len(first)
         return Arguments(
-            inputs=cast(a.inputs),
+            inputs=inputs,
             w_inputs=w_inputs,
-            input_bias=bias[0, : len(first)],
-            hidden=cast(a.hidden).contiguous(),
-            cell=None if a.cell is None else cast(a.cell).contiguous(),
-            keys=cast(a.keys),
-            values=cast(a.values),
-            w_query=cast(a.w_query).contiguous(),
-            w_v=cast(a.w_v),
+            input_bias=bias[0, :gates],
+            hidden=hidden.contiguous(),
+            cell=None if cell is None else cell.contiguous(),
+            keys=keys,
+            values=values,
+            w_query=w_query.contiguous(),
+            w_v=w_v,
             w_context=w_context,
-            w_input=w_input.view(len(above), *hidden[0].shape),
-            w_hidden=w_hidden.view(len(hidden), *hidden[0].shape),
+            w_input=w_input.view(len(layers) - 1, gates, units),
+            w_hidden=w_hidden.view(len(layers), gates, units),
             bias=bias,
         )
 
 
 def join(dtype: torch.dtype, *rows: Rows) -> Tensor:
     """A tensor of rows, in a dtype."""
-    sums = [x if isinstance(x, Tensor) else x[0] + x[1] for x in rows]
-    cast = [x if x.dtype is dtype else x.to(dtype) for x in sums]
+    cast = []
+    for part in rows:
+        x = part if isinstance(part, Tensor) else part[0] + part[1]
+        cast.append(x if x.dtype is dtype else x.to(dtype))
     return cast[0] if len(cast) == 1 else torch.cat(cast)
 
 
