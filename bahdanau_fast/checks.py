@@ -158,10 +158,9 @@ def keys_and_values(
     if values is not keys:
         inputs(keys, keys, values, None)
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            _no_tensor("mask", mask)
-        queries_len = mask.shape[1] if mask.dim() == 3 else 1  # any number
-        mask = as_mask(mask, mask.new_empty(keys.shape[0], queries_len, 0), keys)
+        per_query = isinstance(mask, Tensor) and mask.dim() == 3  # of any number of queries
+        queries_len = mask.shape[1] if per_query else 1
+        mask = as_mask(mask, keys.new_empty(keys.shape[0], queries_len, 0), keys)
     queries_len = 0
     if isinstance(valid_lens, Tensor) and valid_lens.dim() == 2:
         queries_len = valid_lens.shape[1]

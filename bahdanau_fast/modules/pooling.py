@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,12 @@ from bahdanau_fast import checks, reference
 from bahdanau_fast.memory.shapes import Shape, source_as_rows
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import KeepsWeights
-from bahdanau_fast.modules.layers import apply_layer, check_features, plain_parameters
+from bahdanau_fast.modules.layers import (
+    apply_layer,
+    check_features,
+    plain_dropout,
+    plain_parameters,
+)
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.pooling import products_dtype, scores_and_keys
 
@@ -20,7 +25,6 @@ __all__ = ["AttentionPooling"]
 
 # Variances below it, which may be negative by rounding, have this one's square root.
 LEAST_VARIANCE = 1e-7
-_PARTS = "weight", "bias"
 
 
 class AttentionPooling(KeepsWeights):
@@ -137,9 +141,14 @@ class AttentionPooling(KeepsWeights):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
-        rows, *_, shape = self._as_rows(keys, None, None, None)
-        scores, _ = self._scores(rows)
-        return shape.restore(scores.to(products_dtype(rows)))
+        rows, *_, batch = source_as_rows(keys, keys, None, None)
+        try:
+            scores, _ = self._scores(rows)
+        except Exception:
+            self._explain(rows, rows)
+            raise
+        scores = scores.to(products_dtype(rows))
+        return scores if batch is None else Shape(batch, False).restore(scores)
 
     @overload
     def forward(
@@ -191,46 +200,57 @@ class AttentionPooling(KeepsWeights):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        rows, sources, lens, mask, shape = self._as_rows(keys, values, valid_lens, mask)
-        scores, alias = self._scores(rows)
-        if lens is not None:
-            checks.lens(lens, rows.shape[0], self.heads, rows.device)
-        if mask is not None:
-            mask = checks.as_mask(mask, scores, rows)
-        dtype = products_dtype(rows)
-        in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
-        weights = reference.masked_softmax(scores, lens, mask)
-        weights = weights.to(torch.float32 if in_fp32 else dtype)
-        pooled = self._pooled(self.dropout(weights), alias if sources is rows else sources, dtype)
-        pooled = shape._replace(state=self.heads == 1).restore(pooled)
-        if keys.dim() != 3:
-            weights = shape.restore(weights)
+        sources = keys if values is None else values
+        rows, sources, lens, mask, batch = source_as_rows(keys, sources, valid_lens, mask)
+        if sources is not rows:  # which operations would convert or stretch
+            checks.keys_and_values(rows, sources, None)
+        try:
+            scores, alias = self._scores(rows)
+            if lens is not None:
+                checks.lens(lens, rows.shape[0], self.heads, rows.device)
+            if mask is not None:
+                mask = checks.as_mask(mask, scores, rows)
+            weights, dtype = reference.masked_softmax(scores, lens, mask), products_dtype(rows)
+            in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
+            weights = weights.to(torch.float32 if in_fp32 else dtype)
+            dropout, sources = self._modules["dropout"], alias if sources is rows else sources
+            dropped = weights if plain_dropout(dropout) == 0.0 else cast(Any, dropout)(weights)
+            pooled = self._pooled(dropped, sources, dtype)
+        except Exception:
+            self._explain(rows, sources)
+            raise
+        if self.heads == 1:
+            pooled = pooled.squeeze(1)
+        if batch is not None:
+            shape = Shape(batch, False)
+            pooled, weights, scores = map(shape.restore, (pooled, weights, scores))
         keep(self, weights)
-        return (pooled, weights, shape.restore(scores.to(dtype))) if return_scores else pooled
+        return (pooled, weights, scores.to(dtype)) if return_scores else pooled
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _as_rows(
-        self, keys: Tensor, values: Tensor | None, valid_lens: Any, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Shape]:
-        values = keys if values is None else values
-        keys, values, lens, mask, batch = source_as_rows(keys, values, valid_lens, mask)
+    def _explain(self, keys: Tensor, values: Tensor) -> None:
+        """An error in words about inputs that no one has checked, if they are wrong."""
         checks.keys_and_values(keys, values, None)
-        check_features("keys", keys, self.V)
-        batch = tuple(keys.shape[:1]) if batch is None else batch
-        return keys, values, lens, mask, Shape(batch, False)
+        check_features("keys", keys, self._modules["V"])
 
     def _scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The scores (B,heads,Tk), and the keys for the weighted sum."""
-        layers = self.V, self.U, self.w
-        v, u, w = (plain_parameters(layer) for layer in layers)
-        if v is None or w is None or (u is None and self.U is not None):
-            hidden = torch.tanh(apply_layer(self.V, keys))
-            if self.U is not None:
-                hidden = hidden * torch.sigmoid(apply_layer(self.U, keys))
-            return apply_layer(self.w, hidden).transpose(1, 2), keys
-        parts = (parameters.get(name) for parameters in (v, u or {}, w) for name in _PARTS)
+        layers, parts = self._modules, []  # past nn.Module's __getattr__
+        for name in ("V", "U", "w"):
+            parameters = plain_parameters(layer := layers.get(name))
+            if parameters is not None:
+                parts += [parameters["weight"], parameters.get("bias")]
+            elif layer is None:
+                parts += [None, None]
+            else:
+                hidden = torch.tanh(apply_layer(layers["V"], keys))
+                if layers.get("U") is not None:
+                    hidden = hidden * torch.sigmoid(apply_layer(layers["U"], keys))
+                return apply_layer(layers["w"], hidden).transpose(1, 2), keys
+        if parts[0].dtype is not keys.dtype:  # which operations would convert
+            check_features("keys", keys, layers["V"])
         return scores_and_keys(keys, *parts)
 
     def _pooled(self, weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -115,9 +115,8 @@ class DecoderInputs(NamedTuple):
 
     def arranged(self, dtype: torch.dtype, join: Callable[..., Tensor]) -> Arguments:
         """In one dtype and the operators' order of gates; ``join`` makes tensors of rows."""
-        inputs, hidden, cell, keys, values, w_query, w_v = [
-            x if x is None or x.dtype is dtype else join(x) for x in self[:-1]
-        ]
+        tensors: list[Any] = [x if x is None or x.dtype is dtype else join(x) for x in self[:-1]]
+        inputs, hidden, cell, keys, values, w_query, w_v = tensors
         lstm, units, features, layers = (
             cell is not None,
             hidden.shape[2],

@@ -310,15 +310,14 @@ def products_dtype(keys: Tensor) -> torch.dtype:
 
 def scores_and_keys(keys: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scores, and the keys for a weighted sum, of keys, W, b, W_g, b_g, w_v and b_v."""
+    inputs = _Inputs(keys, *parameters)
+    # An export has the operator whatever the sizes: its program may be of many.
+    if checks.in_transform() or (not checks.is_exporting() and _is_small(inputs)):
+        return plain_scores(*inputs), keys
     dtype = products_dtype(keys)
     tensors = keys, *(None if x is None else x.to(dtype) for x in parameters)
     inputs = _Inputs(*tensors)
-    # An export has the operator whatever the sizes: its program may be of many.
-    if (
-        checks.plain_only()
-        or checks.is_sharded(keys)
-        or (not checks.is_exporting() and _is_small(inputs))
-    ):
+    if checks.plain_only() or checks.is_sharded(keys):
         return plain_scores(*inputs), keys
     if torch.compiler.is_compiling() or not checks.needs_gradient(*tensors):
         return pooling_scores.overload(*inputs), keys
