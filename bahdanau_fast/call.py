@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bahdanau_fast.memory.key_cache import KeyCache
 from bahdanau_fast.memory.projected_keys import ProjectedKeys
 from bahdanau_fast.memory.shapes import Shape
-from bahdanau_fast.reference import TANH, Inside
+from bahdanau_fast.reference import TANH, ScoreTerms
 
 __all__ = ["Call", "Located"]
 
@@ -41,8 +41,8 @@ class Call(NamedTuple):
     cache: KeyCache | None = None  # remembers the projection of the keys for the next call
     shape: Shape | None = None  # of the results, where that is another one
     projected: ProjectedKeys | None = None  # the keys and what is derived from them, of a memory
-    inside: Inside = TANH  # features of the keys and the activation
-    located: Located | None = None  # what features are made of, in place of those of inside
+    terms: ScoreTerms = TANH  # features of the keys and the activation
+    located: Located | None = None  # what features are made of, in place of those of terms
     need_weights: bool = True
     scores_only: bool = False  # the result are the scores
     backend: str | None = None  # requested by name

@@ -280,7 +280,7 @@ def known_activation(activation: str, negative_slope: float) -> None:
     finite("negative_slope", negative_slope)
 
 
-def inside(
+def score_terms(
     features: Tensor | None,
     w_f: Tensor | None,
     activation: str,

@@ -7,7 +7,7 @@ from torch import Tensor
 from bahdanau_fast import checks, reference, run
 from bahdanau_fast.call import Call
 from bahdanau_fast.memory.shapes import as_rows, lengths
-from bahdanau_fast.reference import TANH, Inside
+from bahdanau_fast.reference import TANH, ScoreTerms
 
 __all__ = ["additive_attention", "additive_scores", "masked_softmax"]
 
@@ -113,7 +113,7 @@ def additive_attention(
     >>> weights.tolist()
     [[[0.5, 0.5, 0.0, 0.0]]]
     """
-    shape, inside = None, TANH
+    shape, terms = None, TANH
     values = keys if values is None else values
     usual = (  # of plain tensors: the operator refuses what is wrong with them
         features is w_f is bias is None
@@ -131,8 +131,8 @@ def additive_attention(
         hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
         if not (features is w_f is None and activation == "tanh"):
             features = features if shape is None else shape.flatten(features)
-            inside = Inside(features, w_f, activation, negative_slope)
-            checks.inside(*inside, keys, hidden)
+            terms = ScoreTerms(features, w_f, activation, negative_slope)
+            checks.score_terms(*terms, keys, hidden)
     if mask is not None:
         mask = checks.as_mask(mask, queries, keys)
     if dropout_p != 0.0:
@@ -140,7 +140,7 @@ def additive_attention(
     explain = _explain if usual else None
     call = Call(  # by position, which is quicker
         queries, keys, values, w_v, w_q, w_k, bias, valid_lens, mask, dropout_p,
-        None, None, shape, None, inside, None, need_weights, False, backend, explain,
+        None, None, shape, None, terms, None, need_weights, False, backend, explain,
     )  # fmt: skip
     if causal or query_mask is not None or scale is not None:
         context, weights, _ = run.attend_with(call, causal, query_mask, scale)
@@ -210,13 +210,13 @@ def additive_scores(
     checks.inputs(queries, keys, keys, None)
     features = features if shape is None else shape.flatten(features)
     hidden = checks.weights(queries, keys, w_q, w_k, w_v, bias)
-    inside = Inside(features, w_f, activation, negative_slope)
-    checks.inside(*inside, keys, hidden)
+    terms = ScoreTerms(features, w_f, activation, negative_slope)
+    checks.score_terms(*terms, keys, hidden)
     if clip is not None:
         checks.finite("clip", clip)
     call = Call(
         *(queries, keys, keys, w_v, w_q, w_k, bias),
-        inside=inside,
+        terms=terms,
         scores_only=True,
         shape=shape,
         backend=backend,

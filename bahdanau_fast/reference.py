@@ -23,7 +23,7 @@ from torch import Tensor
 
 __all__ = [
     "TANH",
-    "Inside",
+    "ScoreTerms",
     "additive_attention",
     "additive_scores",
     "attend",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Inside(NamedTuple):
+class ScoreTerms(NamedTuple):
     """What a score has inside beside queries and keys: ``act(... + W_f f[b,j])``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Inside(NamedTuple):
 
 
 #: No features, and tanh.
-TANH = Inside()
+TANH = ScoreTerms()
 
 # Lengths that torch compares with no positions, and those to which it would round the positions.
 _COUNTED_IN_FP64 = (torch.uint16, torch.uint32, torch.uint64, torch.bfloat16, torch.float16)
@@ -149,12 +149,12 @@ def masked_softmax(
     return F.softmax(scores, dim=-1)
 
 
-def _activate(x: Tensor, inside: Inside) -> Tensor:
-    if inside.activation == "relu":
+def _activate(x: Tensor, terms: ScoreTerms) -> Tensor:
+    if terms.activation == "relu":
         return F.relu(x)
-    if inside.activation == "leaky_relu":
-        return F.leaky_relu(x, inside.negative_slope)
-    if inside.activation == "sigmoid":
+    if terms.activation == "leaky_relu":
+        return F.leaky_relu(x, terms.negative_slope)
+    if terms.activation == "sigmoid":
         return torch.sigmoid(x)
     return torch.tanh(x)
 
@@ -163,12 +163,12 @@ def projected_scores(
     queries: Tensor,
     keys: Tensor,
     w_v: Tensor | Callable[[Tensor], Tensor],
-    inside: Inside = TANH,
+    terms: ScoreTerms = TANH,
 ) -> Tensor:
     """The scores (B,Tq,Tk) of projected queries and keys; arguments as of :func:`attend`."""
-    if inside.features is not None and inside.w_f is not None:
-        keys = keys + F.linear(inside.features, inside.w_f)
-    hidden = _activate(queries.unsqueeze(2) + keys.unsqueeze(1), inside)
+    if terms.features is not None and terms.w_f is not None:
+        keys = keys + F.linear(terms.features, terms.w_f)
+    hidden = _activate(queries.unsqueeze(2) + keys.unsqueeze(1), terms)
     scores = F.linear(hidden, w_v.reshape(1, -1)) if isinstance(w_v, Tensor) else w_v(hidden)
     return scores.squeeze(-1)
 
@@ -191,7 +191,7 @@ def attend(
     w_v: Tensor | Callable[[Tensor], Tensor],
     valid_lens: Tensor | None = None,
     dropout_p: float = 0.0,
-    inside: Inside = TANH,
+    terms: ScoreTerms = TANH,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The part after the projections: scores, masked softmax, weighted sum.
@@ -203,13 +203,13 @@ def attend(
         w_v: (1,H) or (H,); or a layer from (B,Tq,Tk,H) to (B,Tq,Tk,1).
         valid_lens: None, (B,) or (B,Tq).
         dropout_p: dropout probability of the weights in the weighted sum.
-        inside: features of the keys, and the activation.
+        terms: features of the keys, and the activation.
         mask: as for :func:`masked_softmax`.
 
     Returns:
         Context (B,Tq,Dv) and the weights (B,Tq,Tk) before dropout.
     """
-    weights = masked_softmax(projected_scores(queries, keys, w_v, inside), valid_lens, mask)
+    weights = masked_softmax(projected_scores(queries, keys, w_v, terms), valid_lens, mask)
     context = torch.bmm(F.dropout(weights, dropout_p), values)
     return context, weights
 
@@ -254,10 +254,10 @@ def additive_attention(
     Returns:
         Context (B,Tq,Dv), and the weights (B,Tq,Tk) before dropout or None.
     """
-    inside = Inside(features, w_f, activation, negative_slope)
+    terms = ScoreTerms(features, w_f, activation, negative_slope)
     context, weights = attend(
         *(_projected(queries, w_q), _projected(keys, w_k, bias), values, w_v),
-        *(valid_lens, dropout_p, inside, mask),
+        *(valid_lens, dropout_p, terms, mask),
     )
     return context, weights if need_weights else None
 
@@ -280,7 +280,7 @@ def additive_scores(
 
     They become ``clip * tanh(u)`` with a ``clip``, a number.
     """
-    inside = Inside(features, w_f, activation, negative_slope)
+    terms = ScoreTerms(features, w_f, activation, negative_slope)
     projected = _projected(queries, w_q), _projected(keys, w_k, bias)
-    scores = projected_scores(*projected, w_v, inside)
+    scores = projected_scores(*projected, w_v, terms)
     return clipped(scores, clip)

@@ -46,7 +46,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         link: Link | None = None
         if not route.fused:
             inputs = call.queries, call.keys, call.values, call.w_v
-            rest = call.valid_lens, call.dropout_p, call.inside, call.mask
+            rest = call.valid_lens, call.dropout_p, call.terms, call.mask
             context, weights = reference.attend(*inputs, *rest)
         elif call.located is not None:
             context, weights, link = _by_location(route, call)
@@ -162,17 +162,17 @@ def scores(call: Call, clip: float | None = None, masked: bool = False) -> Tenso
     route = backends.decide(call)
     call = _in_front(route, call)
     if call.located is not None:  # by its own operator where the context is the result
-        inside = call.inside._replace(features=convolved(*call.located))
-        call = call._replace(inside=inside, located=None)
+        terms = call.terms._replace(features=convolved(*call.located))
+        call = call._replace(terms=terms, located=None)
     queries, keys, w_v = call.queries, call.keys, call.w_v
     token = None if call.projected is None else call.projected.token
     if token is not None and keys.requires_grad and not route.traced:
         keys = waiting(keys, token)
     if route.fused:
         number = number_of(route.backend, route.traced)
-        found = attend_scores.overload(queries, keys, w_v, *_inside(call), number)
+        found = attend_scores.overload(queries, keys, w_v, *_as_numbers(call), number)
     else:
-        found = reference.projected_scores(queries, keys, w_v, call.inside)
+        found = reference.projected_scores(queries, keys, w_v, call.terms)
     found = reference.clipped(found, clip).to(queries.dtype)
     if masked:
         seen = reference.visible(call.valid_lens, call.mask, keys.shape[1])
@@ -202,14 +202,14 @@ def _in_front(route: Route, call: Call) -> Call:
         else:
             projected = projected._replace(shared=None)
     # Autocast gives projections its dtype, and a memory may be made outside of it.
-    dtype, inside, located = keys.dtype, call.inside, call.located
-    if inside.w_f is not None:  # a location has one, too
-        features, w_f = (_to(x, dtype) for x in inside[:2])
-        inside = inside._replace(features=features, w_f=w_f)
+    dtype, terms, located = keys.dtype, call.terms, call.located
+    if terms.w_f is not None:  # a location has one, too
+        features, w_f = (_to(x, dtype) for x in terms[:2])
+        terms = terms._replace(features=features, w_f=w_f)
     if located is not None:
         located = Located(*(_to(x, dtype) for x in located))
         if not route.convolves:
-            inside, located = inside._replace(features=convolved(*located)), None
+            terms, located = terms._replace(features=convolved(*located)), None
     return call._replace(
         queries=_to(queries, dtype),
         keys=keys,
@@ -218,7 +218,7 @@ def _in_front(route: Route, call: Call) -> Call:
         w_q=None,
         w_k=None,
         bias=None,
-        inside=inside,
+        terms=terms,
         located=located,
         projected=projected,
     )
@@ -256,8 +256,8 @@ def _by_attention(route: Route, call: Call) -> Results:
     if call.projected is not None:
         _, table, keys_max, *_ = call.projected
     activation, slope, records, number = 0, 0.01, route.records, NUMBERS.get(route.backend, 0)
-    if call.inside is not TANH:
-        features, w_f, activation, slope = _inside(call)
+    if call.terms is not TANH:
+        features, w_f, activation, slope = _as_numbers(call)
     if route.traced:
         number = number_of(route.backend, True)
     elif records and route.backend == "cpu":  # as the products of plain code save them
@@ -273,7 +273,7 @@ def _by_attention(route: Route, call: Call) -> Results:
 
 
 def _by_location(route: Route, call: Call) -> Results:
-    _, w_f, *numbers = _inside(call)
+    _, w_f, *numbers = _as_numbers(call)
     assert call.located is not None
     inputs: Any = (call.queries, call.keys, call.values, call.w_v, *call.located, w_f)
     others = call.valid_lens, call.mask
@@ -312,7 +312,7 @@ def _called(
     return context, weights, None
 
 
-def _inside(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
-    """What is inside the activation, as operators take it."""
-    features, w_f, activation, negative_slope = call.inside
+def _as_numbers(call: Call) -> tuple[Tensor | None, Tensor | None, int, float]:
+    """The terms of a score, as operators take them."""
+    features, w_f, activation, negative_slope = call.terms
     return features, w_f, checks.ACTIVATIONS.index(activation), float(negative_slope)

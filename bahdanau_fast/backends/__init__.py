@@ -149,13 +149,13 @@ def decide(call: Call) -> Route:
         ValueError: as :func:`resolve`.
     """
     queries, keys, values, w_v, w_q, w_k, bias, _, _, dropout_p, *_ = call
-    inside, located, scores_only = call.inside, call.located, call.scores_only
+    terms, located, scores_only = call.terms, call.located, call.scores_only
     scored = w_v if isinstance(w_v, Tensor) else None
     inputs: tuple[Tensor | None, ...] = (queries, keys, values, scored, w_q, w_k, bias)
-    general = scores_only or inside is not TANH
+    general = scores_only or terms is not TANH
     if general:  # not tanh alone, as far as anybody can see at once
-        general = scores_only or inside.features is not None or inside.activation != "tanh"
-        general, inputs = general or located is not None, (*inputs, *inside[:2], *(located or ()))
+        general = scores_only or terms.features is not None or terms.activation != "tanh"
+        general, inputs = general or located is not None, (*inputs, *terms[:2], *(located or ()))
     device = queries.device
     state = checks.torch_state(device, inputs, scored is None)
     requested = None

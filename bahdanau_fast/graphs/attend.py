@@ -12,7 +12,7 @@ from bahdanau_fast import run
 from bahdanau_fast.call import Call
 from bahdanau_fast.graphs.caches import Shared, scaled
 from bahdanau_fast.ops.pooling import scores_and_keys
-from bahdanau_fast.reference import Inside
+from bahdanau_fast.reference import ScoreTerms
 
 __all__ = ["FusedAttend", "FusedScore", "NotServed", "laid", "pooled"]
 
@@ -39,24 +39,24 @@ class FusedScore:
     """Scores (b,q,k) of queries and keys."""
 
     shared: Shared
-    inside: Inside
+    terms: ScoreTerms
     small: bool  # nothing is cached between calls
 
     def __post_init__(self) -> None:
         self.__name__ = type(self).__name__.removeprefix("Fused").lower()  # in a graph's code
 
-    def inside_of(self, features: Tensor | None, w_f: Tensor | None) -> Inside:
-        """What is inside the activation."""
-        inside = self.inside
-        return inside if features is None else inside._replace(features=features, w_f=w_f)
+    def terms_of(self, features: Tensor | None, w_f: Tensor | None) -> ScoreTerms:
+        """With the features of a call."""
+        terms = self.terms
+        return terms if features is None else terms._replace(features=features, w_f=w_f)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, w_k: Any, bias: Any, features: Any, w_f: Any
     ) -> Tensor:
         """Scores of projected queries; keys are projected where there is a weight."""
         cache = None if self.small else self.shared.caches.of(v, w_k, ())[0]
-        inside = self.inside_of(features, w_f)
-        call = Call(q, k, k, v, None, w_k, bias, cache=cache, inside=inside, scores_only=True)
+        terms = self.terms_of(features, w_f)
+        call = Call(q, k, k, v, None, w_k, bias, cache=cache, terms=terms, scores_only=True)
         return run.scores(call)
 
 
@@ -88,9 +88,9 @@ class FusedAttend(FusedScore):
             cache, v = self.shared.caches.of(v, w_k, after)
         lost = ~mask.any(-1, keepdim=True) if self.loses and mask is not None else None
         shape: Any = ResultLayout(self, sizes, weights_shape, context_shape, lost)
-        inside = self.inside_of(features, w_f)
+        terms = self.terms_of(features, w_f)
         return run.attend(
-            Call(q, k, x, v, w_q, w_k, bias, None, mask, cache=cache, shape=shape, inside=inside)
+            Call(q, k, x, v, w_q, w_k, bias, None, mask, cache=cache, shape=shape, terms=terms)
         )
 
 

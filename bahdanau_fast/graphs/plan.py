@@ -21,7 +21,7 @@ from bahdanau_fast.graphs.find import find
 from bahdanau_fast.graphs.graph import Graph, Ref, SmallSizes, require
 from bahdanau_fast.graphs.piece import Addend, Broadcast, Piece
 from bahdanau_fast.graphs.probe import small_sizes
-from bahdanau_fast.reference import TANH, Inside
+from bahdanau_fast.reference import TANH, ScoreTerms
 
 __all__ = ["FusedPlan", "find_plan", "plan"]
 
@@ -231,9 +231,9 @@ class _Planner:
         p = self.p
         if p.pools:
             return self.finished(self.pooling())
-        inside = TANH._replace(activation=p.activation, negative_slope=p.slope)
+        score_terms = TANH._replace(activation=p.activation, negative_slope=p.slope)
         # By identity plain tanh is told from the rest.
-        inside = TANH if inside == TANH else inside
+        score_terms = TANH if score_terms == TANH else score_terms
         keys = [addend for addend in p.addends if addend.key]
         queries = [addend for addend in p.addends if not addend.key]
         narrow = [e for e in keys if e.bias is None and e.rows.shape[1] <= _FEATURES]
@@ -252,7 +252,7 @@ class _Planner:
         biases = [*query_biases, *key_biases]
         bias = functools.reduce(operator.add, biases) if biases else None
         terms = q, k, w_q, w_k, bias, features, w_f
-        outputs = (self.scores if p.context is None else self.attend)(inside, small, terms)
+        outputs = (self.scores if p.context is None else self.attend)(score_terms, small, terms)
         return self.finished(outputs)
 
     def finished(self, outputs: tuple[Any, ...]) -> FusedPlan:
@@ -267,10 +267,10 @@ class _Planner:
         targets = [repr(n.target) for n in self.code.nodes if isinstance(n.target, FusedScore)]
         return FusedPlan(self.code, inputs, "\n".join([str(self.code), *targets]))
 
-    def scores(self, inside: Inside, small: bool, terms: Any) -> tuple[Any, ...]:
+    def scores(self, score_terms: ScoreTerms, small: bool, terms: Any) -> tuple[Any, ...]:
         p, vectors = self.p, self.vectors()
         n, (q, k, _, w_k, bias, *of_keys) = len(vectors), terms
-        score = FusedScore(self.shared, inside, small or n > 1)
+        score = FusedScore(self.shared, score_terms, small or n > 1)
         # Each vector has its part of the batch.
         chunks = (q.chunk(n), k.chunk(n)) if n > 1 else ([q], [k])
         scores = []
@@ -304,7 +304,7 @@ class _Planner:
         code = code.reshape(self.all(p.sizes)).permute(order).reshape(self.all(shape))
         return code.x.to(self.graph.values[p.scores].dtype), None
 
-    def attend(self, inside: Inside, small: bool, terms: Any) -> tuple[Any, ...]:
+    def attend(self, score_terms: ScoreTerms, small: bool, terms: Any) -> tuple[Any, ...]:
         p, values = self.p, self.graph.values
         assert p.context is not None
         assert p.weights is not None
@@ -324,7 +324,7 @@ class _Planner:
         n = math.prod(x.shape) // (self.b * self.k)
         x = x.reshape(self.all(shape)).permute(order).reshape([self.b, self.k, n])
         attend = FusedAttend(
-            self.shared, inside, small,
+            self.shared, score_terms, small,
             after=tuple((how, None if type(by) is Ref else by) for how, by in after),
             loses=p.fill == -math.inf,
             orders=(tuple(p.weights_axes[0]), tuple(p.context_axes[0])),

@@ -26,7 +26,7 @@ from bahdanau_fast.modules.layers import (
 )
 from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
-from bahdanau_fast.reference import TANH, Inside
+from bahdanau_fast.reference import TANH, ScoreTerms
 
 __all__ = ["Additive", "Attention", "KeepsWeights", "Unscriptable"]
 
@@ -122,7 +122,7 @@ class Additive(Attention):
     _query_layer: str
     _key_layer: str
     _score_layer: str
-    _inside = TANH  # of modules that were pickled before one could choose
+    _terms = TANH  # of modules that were pickled before one could choose
 
     bias: Tensor | None
 
@@ -136,8 +136,8 @@ class Additive(Attention):
         super().__init__()
         checks.probability("dropout", dropout)
         checks.known_activation(activation, negative_slope)
-        inside = Inside(None, None, activation, negative_slope)
-        self._inside = TANH if inside == TANH else inside
+        terms = ScoreTerms(None, None, activation, negative_slope)
+        self._terms = TANH if terms == TANH else terms
         self.num_hiddens = num_hiddens
         self.dropout = nn.Dropout(dropout)
         self._weights: Any = None
@@ -145,17 +145,17 @@ class Additive(Attention):
     @property
     def activation(self) -> str:
         """Of the scores: "tanh", "relu", "leaky_relu" or "sigmoid"."""
-        return self._inside.activation
+        return self._terms.activation
 
     @property
     def negative_slope(self) -> float:
         """Of leaky_relu."""
-        return self._inside.negative_slope
+        return self._terms.negative_slope
 
     @property
     def _reads_table(self) -> bool:
         """Whether its operators read a table of exponentials."""
-        return self._inside.activation == "tanh"
+        return self._terms.activation == "tanh"
 
     def extra_repr(self) -> str:
         """What ``print`` shows beside the layers."""
@@ -268,7 +268,7 @@ class Additive(Attention):
         # By position, which takes half of the time of keywords: in the order of the class.
         return Call(
             queries, keys, values, scorer, w_q, w_k, bias, valid_lens, mask, dropout_p or 0.0,
-            dropout, cache, shape, projected, self._inside, None, True, False, None, explain,
+            dropout, cache, shape, projected, self._terms, None, True, False, None, explain,
         )  # fmt: skip
 
     def _explain(self, call: Call) -> None:

@@ -199,7 +199,7 @@ class LocationAttention(Additive):
     ) -> Call:
         """The call of some queries on a memory, with features of a location."""
         call = self._on_memory(queries, memory, mask)
-        keys, shape, inside = call.keys, call.shape, self._inside
+        keys, shape, terms = call.keys, call.shape, self._terms
         conv, w_f = plain_convolution(self.conv), plain_weight(self.W_f)
         if self.conv is None or conv is not None:  # another convolution checks its inputs
             inputs = self.W_f.in_features if conv is None else conv[0].shape[1]
@@ -216,9 +216,9 @@ class LocationAttention(Additive):
             return call._replace(keys=keys, projected=None)
         if conv is None:
             features = location.transpose(1, 2)
-            return call._replace(inside=inside._replace(features=features, w_f=w_f))
-        inside = inside._replace(w_f=w_f)
-        return call._replace(inside=inside, located=Located(location, *conv))
+            return call._replace(terms=terms._replace(features=features, w_f=w_f))
+        terms = terms._replace(w_f=w_f)
+        return call._replace(terms=terms, located=Located(location, *conv))
 
     def forward(
         self,

@@ -42,7 +42,7 @@ from bahdanau_fast import checks, reference
 from bahdanau_fast.checks import ACTIVATIONS
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named_tuple
 from bahdanau_fast.ops.second_derivatives import differentiate_again
-from bahdanau_fast.reference import Inside
+from bahdanau_fast.reference import ScoreTerms
 
 __all__ = [
     "NEED",
@@ -54,8 +54,8 @@ __all__ = [
     "exp_keys",
     "fingerprint",
     "gradient_like",
-    "inside_of",
     "needs_of",
+    "terms_of",
 ]
 
 #: What ``attention`` is differentiated by, in its order.
@@ -83,10 +83,10 @@ def needs_of(inputs: Sequence[str], needed: Sequence[bool]) -> int:
     return sum(NEED[name] for name, need in zip(inputs, needed, strict=True) if need)
 
 
-def inside_of(named: Named) -> Inside:
-    """What a score has inside, from the arguments of an operator."""
+def terms_of(named: Named) -> ScoreTerms:
+    """The terms of a score, from the arguments of an operator."""
     activation = ACTIVATIONS[named["activation"]]
-    return Inside(named.get("features"), named["w_f"], activation, named["negative_slope"])
+    return ScoreTerms(named.get("features"), named["w_f"], activation, named["negative_slope"])
 
 
 # ---- shapes ----
@@ -187,8 +187,8 @@ def _scores_fake(queries: Tensor, keys: Tensor, **_: Any) -> Tensor:
 
 def _scores_of(named: Named) -> tuple[Tensor]:
     inputs: Any = (named.get(name) for name in ("queries", "keys", "w_q", "w_k", "w_v"))
-    inside = inside_of(named)._asdict()
-    return (reference.additive_scores(*inputs, bias=named.get("bias"), **inside),)
+    terms = terms_of(named)._asdict()
+    return (reference.additive_scores(*inputs, bias=named.get("bias"), **terms),)
 
 
 def _scores_gradients(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import reference
-from bahdanau_fast.ops.attention import attention, inside_of
+from bahdanau_fast.ops.attention import attention, terms_of
 from bahdanau_fast.ops.pooling import plain_scores, pooling_scores
 
 __all__ = ["TABLE"]
@@ -28,7 +28,7 @@ def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     named = attention.named(*args, **kwargs)
     names = ("queries", "keys", "values", "w_v", "valid_lens", "dropout_p", "mask")
     arguments = {name: named[name] for name in names}
-    context, weights = reference.attend(**arguments, inside=inside_of(named))
+    context, weights = reference.attend(**arguments, terms=terms_of(named))
     return context, weights if named["need_weights"] else weights.new_empty((0,))
 
 

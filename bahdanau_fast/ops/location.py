@@ -26,7 +26,7 @@ from bahdanau_fast.ops.attention import (
     attention,
     attention_gradients,
     gradient_like,
-    inside_of,
+    terms_of,
 )
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator
 
@@ -53,8 +53,8 @@ def _convolution_backward_fake(
 
 def _scores_of(named: Named) -> tuple[Tensor, Tensor]:
     features = convolved(named["location"], named["w_conv"], named["b_conv"])
-    inside = inside_of(named)._replace(features=features)
-    scores = reference.projected_scores(named["queries"], named["keys"], named["w_v"], inside)
+    terms = terms_of(named)._replace(features=features)
+    scores = reference.projected_scores(named["queries"], named["keys"], named["w_v"], terms)
     return scores, features
 
 

@@ -75,7 +75,7 @@ class Plain:
         inner = of.W_k(keys) + of.W_f(features.transpose(1, 2))
         if of.bias is not None:
             inner = inner + of.bias
-        inside = reference.Inside(None, None, of.activation, of.negative_slope)
+        inside = reference.ScoreTerms(None, None, of.activation, of.negative_slope)
         scores = reference.projected_scores(of.W_q(queries), inner, of.w_v.weight, inside)
         if previous is None:
             previous = torch.zeros_like(scores)

@@ -62,7 +62,7 @@ class KernelCall:
         if bias is not None and w_k is None:
             checks.reject(ValueError, "bias", "be given with w_k only", "w_k None")
         name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
-        checks.inside(features, w_f, name, negative_slope, keys, self.hidden)
+        checks.score_terms(features, w_f, name, negative_slope, keys, self.hidden)
         checks.probability("dropout_p", dropout_p)
         if mask is not None and checks.as_mask(mask, queries, values) is not mask:
             checks.reject(ValueError, "mask", "have 3 dimensions", tuple(mask.shape))

@@ -62,7 +62,7 @@ def _looks(read, B, Tq, Tk, generator):
 
 def _inside_of(leaves, numbers):
     features, w_f = leaves[4:] or (None, None)
-    return reference.Inside(features, w_f, checks.ACTIVATIONS[numbers[0]], numbers[1])
+    return reference.ScoreTerms(features, w_f, checks.ACTIVATIONS[numbers[0]], numbers[1])
 
 
 def _attended(leaves, numbers, look):
