@@ -70,13 +70,9 @@ def add_commands(commands: Any) -> None:
     """Add the four commands to what ``add_subparsers`` returned."""
 
     def command(action: Any, what: str, description: str, end: str, *options: Any) -> None:
-        parser = commands.add_parser(
-            action.__name__,
-            help=what,
-            description=description,
-            epilog=end,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        texts = {"help": what, "description": description, "epilog": end}
+        kind = argparse.RawDescriptionHelpFormatter
+        parser = commands.add_parser(action.__name__, **texts, formatter_class=kind)
         parser.set_defaults(command=action)
         for add in (*options, _common):
             add(parser)

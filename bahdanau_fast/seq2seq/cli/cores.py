@@ -22,10 +22,8 @@ def busy() -> str:
     alone, together = (_products(n) for n in (1, threads))
     if 1.5 * together > alone:
         return ""
-    return (
-        f"note: other programs seem to use the cores, where {threads} threads take "
-        f"{alone / together:.0f} times as long as one; {HELPS} helps"
-    )
+    slow = f"{threads} threads take {alone / together:.0f} times as long as one"
+    return f"note: other programs seem to use the cores, where {slow}; {HELPS} helps"
 
 
 def _products(threads: int) -> float:

@@ -29,7 +29,7 @@ from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_s
 
 __all__ = ["DemoSizes", "compare_training", "relative_difference", "run", "time_attention"]
 
-EXACT_MATCH_GOAL, LOSS_GOAL = 0.95, 1e-3
+EXACT_MATCH_GOAL, LOSS_GOAL, VERDICTS = 0.95, 1e-3, ("FAIL", "PASS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,8 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
     held_out = examples[sizes.train :]
     pairs = Pairs.of([(example.text, example.iso) for example in examples[: sizes.train]])
     model = build_model(pairs, settings)
-    print(
-        f"{len(pairs):,} dates to learn from, {len(held_out):,} held out; "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters"
-    )
+    count, learnt = sum(p.numel() for p in model.parameters()), len(pairs)
+    print(f"{learnt:,} dates to learn from, {len(held_out):,} held out; {count:,} parameters")
     note(cores.busy())
     start = time.perf_counter()
     history = train(model, pairs, settings)
@@ -81,11 +79,9 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
     agree = difference <= LOSS_GOAL
     good = exact >= EXACT_MATCH_GOAL or not full
     goal = f"goal {EXACT_MATCH_GOAL:.0%}" if full else "not judged in a smoke run"
-    print(f"{_verdict(good) if full else '----'}  exact match {exact:.1%} ({goal})")
-    print(
-        f"{_verdict(agree)}  largest relative difference of the losses over "
-        f"{steps} steps: {difference:.1e} (goal {LOSS_GOAL:.0e})"
-    )
+    print(f"{VERDICTS[good] if full else '----'}  exact match {exact:.1%} ({goal})")
+    said = f"largest relative difference of the losses over {steps} steps: {difference:.1e}"
+    print(f"{VERDICTS[agree]}  {said} (goal {LOSS_GOAL:.0e})")
 
     plots.save(_alignments(translations, held_out), out / "attention.png")
     plots.save(plots.training_curves(history.losses, []), out / "loss.png")
@@ -104,10 +100,6 @@ def run(out: Path, settings: Settings, sizes: DemoSizes, overwrite: bool = False
     (out / "demo.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(f"wrote attention.png, loss.png and demo.json to {out}{os.sep}")
     return good and agree
-
-
-def _verdict(good: bool) -> str:
-    return "PASS" if good else "FAIL"
 
 
 def _versions() -> dict[str, Any]:
@@ -182,11 +174,7 @@ def time_attention(
 
 
 def relative_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest ``|a - b| / |b|`` of two loss curves.
-
-    >>> relative_difference([1.0, 2.0], [1.0, 2.5])
-    0.2
-    """
+    """The largest ``|a - b| / |b|`` of two loss curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
 
 

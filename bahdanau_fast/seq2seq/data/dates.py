@@ -114,8 +114,7 @@ LANGUAGES = {
         "{y}年{month}{d}日{day}",
     ),
     "numeric": Language(
-        *_ENGLISH,
-        "{y}-{mm}-{dd} | {y}/{mm}/{dd} | {y}/{m}/{d} | {y}.{mm}.{dd} | {y}{mm}{dd}",
+        *_ENGLISH, "{y}-{mm}-{dd} | {y}/{mm}/{dd} | {y}/{m}/{d} | {y}.{mm}.{dd} | {y}{mm}{dd}"
     ),
 }
 
