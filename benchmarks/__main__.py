@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .cases import TITLES, Case, cases, draw
+from .cases import Case, cases, draw
 from .contestants import Provider, Unavailable, need_room, registry
 from .contestants.parity import Oracle, Verdict, build_in
 from .machine import machine, rows_text, slug
@@ -46,38 +46,31 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         while self._workers:
-            self._workers.popitem()[1].close()
+            self._workers.popitem()[1].__exit__()
 
     def row(self, case: Case) -> dict[str, Any]:
         """Measure a case: as it is written in JSON, without ``seconds`` if a result is wrong."""
-        calls: dict[str, Callable[[], Any]] = {}
-        skipped: dict[str, str] = {}
-        verdicts: dict[str, Verdict] = {}
+        calls, verdicts = dict[str, Callable[[], Any]](), dict[str, Verdict]()
+        packed: dict[str, Any] = {"table": case.table, "shape": vars(case.shape)}
+        packed |= {"task": case.task, "mode": case.mode, "skipped": {}}
         inputs = draw(case.shape)
         inputs.require_grad(True)
         oracle = Oracle(inputs, case.shape, case.task, case.mode == "train")
-        packed = {
-            "table": case.table,
-            "shape": vars(case.shape),
-            "task": case.task,
-            "mode": case.mode,
-            "skipped": skipped,
-        }
         with torch.set_grad_enabled(case.mode != "forward"):
             for provider in self.providers:
-                if not _is_for(provider, case):
+                named = {provider.name, provider.group} & set(case.extra)
+                if case.task not in provider.builders or (provider.on_demand and not named):
                     continue
                 try:
                     call, verdicts[provider.name] = self._checked(provider, case, oracle)
                     calls[provider.name] = call
                 except (Unavailable, WorkerError) as error:
-                    skipped[provider.name] = str(error)
+                    packed["skipped"][provider.name] = str(error)
             packed["parity"] = {name: vars(verdict) for name, verdict in verdicts.items()}
             if not calls or not all(verdict.passed for verdict in verdicts.values()):
                 return packed | {"seconds": {}}
             read = MemoryRead() if case.task == "scan" else None
-            if read is not None:
-                calls[READ] = read
+            calls |= {} if read is None else {READ: read}
             timings = interleave(calls, case.share * self.seconds * len(calls), self.min_rounds)
         packed["seconds"] = timings.packed()
         if read is not None:
@@ -103,47 +96,31 @@ class Runner:
         return worker, verdict
 
 
-def _is_for(provider: Provider, case: Case) -> bool:
-    meant = not provider.on_demand or {provider.name, provider.group} & set(case.extra)
-    return case.task in provider.builders and bool(meant)
-
-
-def measure(runner: Runner, only: str | None = None) -> list[dict[str, Any]]:
-    """Every row as it is written in JSON; prints each table.
-
-    Raises:
-        ValueError: ``only`` names nothing.
-    """
-    wanted = cases(only)
-    if not wanted:
-        raise ValueError(f"--only must name a table or a shape, got {only!r}")
-    rows: list[dict[str, Any]] = []
-    with runner:
-        for table, group in itertools.groupby(wanted, key=lambda case: case.table):
-            done = [runner.row(case) for case in group]
-            title = f"{TITLES[table]}; ms, median (p20-p80)"
-            print("\n".join(["", title, "", *row_table(done)]), flush=True)
-            rows += done
-    return rows
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 if a result is wrong, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", metavar="NAME", help="tables or shapes whose name contains NAME")
+    parser.add_argument(
+        "--only", metavar="NAME", default="", help="tables or shapes whose name contains NAME"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-output"), help="for the figures")
     parser.add_argument("--note", default="", help="kept and shown with the figures")
     options = parser.parse_args(arguments)
+    wanted = cases(options.only)
+    if not wanted:
+        parser.error(f"--only must name a table or a shape, got {options.only!r}")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
     start, where = time.perf_counter(), machine()
     if options.note:
         where["note"] = options.note
     for name, value in where.items():
         print(f"{name:<14} {value}")
-    try:
-        rows = measure(Runner(), options.only)
-    except ValueError as error:
-        parser.error(str(error))
+    rows: list[dict[str, Any]] = []
+    with Runner() as runner:
+        for table, group in itertools.groupby(wanted, key=lambda case: case.table):
+            done = [runner.row(case) for case in group]
+            title = f"{table}; ms, median (p20-p80)"
+            print("\n".join(["", title, "", *row_table(done)]), flush=True)
+            rows += done
     run = {"machine": where, "seconds": time.perf_counter() - start, "rows": rows}
     print("\n".join(of_machine(run)))
     wrong = sum(not all(found["passed"] for found in row["parity"].values()) for row in rows)

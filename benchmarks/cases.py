@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -19,9 +20,8 @@ from torch import Tensor
 class Shape:
     """Sizes of one call, named after where it comes from.
 
-    Attributes:
-        lens: ``none`` passes no valid_lens, ``full`` passes Tk everywhere (a mask without padding
-            to skip), ``drawn`` draws them from 1 to Tk.
+    Of lengths, "none" passes none, "full" Tk everywhere (a mask without padding to skip), and
+    "drawn" numbers from 1 to Tk.
     """
 
     name: str
@@ -63,10 +63,7 @@ TOY = Shape("d2l-toy", 2, 1, 10, 8, query_size=20, key_size=2, value_size=4, len
 
 SCAN = Shape("gnmt-train", 256, 1, 75, 1024)
 
-MANY_QUERIES = (
-    Shape("parallel-4", 4, 128, 128, 512),
-    Shape("parallel-32", 32, 33, 34, 1024),
-)
+MANY_QUERIES = (Shape("parallel-4", 4, 128, 128, 512), Shape("parallel-32", 32, 33, 34, 1024))
 
 LIST = (
     TOY,
@@ -151,24 +148,15 @@ def draw(shape: Shape, seed: int = 0) -> Inputs:
         lens = torch.full((shape.batch,), shape.keys)
     elif shape.lens == "drawn":
         lens = torch.randint(1, shape.keys + 1, (shape.batch,), generator=generator)
-    return Inputs(
-        queries,
-        keys,
-        values,
-        w_q,
-        w_k,
-        linear(1, shape.hidden),
-        lens,
-        F.linear(queries, w_q),
-        F.linear(keys, w_k),
-        normal(shape.batch, shape.queries, shape.value_size),
-    )
+    given = queries, keys, values, w_q, w_k, linear(1, shape.hidden), lens
+    projected = F.linear(queries, w_q), F.linear(keys, w_k)
+    return Inputs(*given, *projected, normal(shape.batch, shape.queries, shape.value_size))
 
 
 # --- the tables of ``bench`` and their rows -------------------------------------------------------
 
 Mode = Literal["forward", "train"]
-MODES = {"forward": "forward", "train": "forward + backward"}
+MODES: dict[Mode, str] = {"forward": "forward", "train": "forward + backward"}
 
 # Above this, the projections take nearly all of a full call's time. They are the same BLAS calls in
 # all providers, so these shapes are compared on projected queries and keys.
@@ -177,23 +165,8 @@ PROJECTION_FLOPS = 10**10
 TRAINED = ("d2l-toy", "d2l-nmt", "tacotron2", "tsp")
 
 # Our provider that is compared with the baselines in each task.
-SUBJECT = {
-    "full": "ours module",
-    "step": "ours memory",
-    "projected": "ours op",
-    "scan": "ours op",
-    "loop": "ours module",
-}
-
-TITLES = {
-    "step": "One decoder step on a memory, keys projected beforehand",
-    "loop": "Unchanged d2l loop of 50 dependent steps on the same keys, their projection included",
-    "many-queries": "Many queries at once",
-    "bandwidth": "One step on a projected query, against the DRAM read bandwidth",
-    "shapes": "Every shape of the list",
-    "peers": "Other libraries, each in a process of its own",
-    "overhead": "What one call costs at the toy shape: nearly all of it is Python",
-}
+SUBJECT = {"full": "ours module", "loop": "ours module", "step": "ours memory"}
+SUBJECT |= {"projected": "ours op", "scan": "ours op"}
 
 
 @dataclass(frozen=True)
@@ -208,41 +181,27 @@ class Case:
     share: float = 1.0  # of the time that a row usually gets
 
 
-_PARALLEL = MANY_QUERIES[0]
-_SPEED = (
+def _cases() -> Iterator[Case]:
+    many = MANY_QUERIES[0]
     # Tuning takes long, so one row has it.
-    Case("step", STEPS_ON_MEMORY[0], "step", extra=("compiled max-autotune",)),
-    *(Case("step", shape, "step") for shape in STEPS_ON_MEMORY[1:]),
-    *(Case("loop", LOOP, "loop", mode) for mode in MODES),
-    *(
-        Case("many-queries", _PARALLEL, task, mode)
-        for task in ("projected", "full")
-        for mode in MODES
-    ),
-    Case("bandwidth", SCAN, "scan"),
-)
-_OVERHEAD = (
-    *(Case("overhead", TOY, "full", mode) for mode in MODES),
-    Case("overhead", TOY, "step"),
-    Case("overhead", replace(TOY, lens="none"), "full"),
-)
-_PEERS = (
-    *(Case("peers", s, "projected", extra=("peer",)) for s in (LIST[1], _PARALLEL)),
-    Case("peers", STEPS_ON_MEMORY[0], "step", extra=("peer",)),
-)
-
-
-def _shape_cases() -> Iterator[Case]:
+    yield Case("step", STEPS_ON_MEMORY[0], "step", extra=("compiled max-autotune",))
+    yield from (Case("step", shape, "step") for shape in STEPS_ON_MEMORY[1:])
+    yield from (Case("loop", LOOP, "loop", mode) for mode in MODES)
+    for task, mode in product(("projected", "full"), MODES):
+        yield Case("many-queries", many, task, mode)
+    yield Case("bandwidth", SCAN, "scan")
     for shape in LIST:
         task = "full" if shape.projection_flops <= PROJECTION_FLOPS else "projected"
-        for mode in ("forward", "train") if shape.name in TRAINED else ("forward",):
+        for mode in MODES if shape.name in TRAINED else ("forward",):
             # Matrix products are most of some rows: a few percent decide who is the faster.
             yield Case("shapes", shape, task, mode, share=10.0)
+    yield from (Case("overhead", TOY, "full", mode) for mode in MODES)
+    yield Case("overhead", TOY, "step")
+    yield Case("overhead", replace(TOY, lens="none"), "full")
+    for shape, task in ((LIST[1], "projected"), (many, "projected"), (STEPS_ON_MEMORY[0], "step")):
+        yield Case("peers", shape, task, extra=("peer",))
 
 
-def cases(only: str | None = None) -> list[Case]:
+def cases(only: str = "") -> list[Case]:
     """The rows in the order of the tables; with ``only`` those whose table or shape contains it."""
-    found = [*_SPEED, *_shape_cases(), *_OVERHEAD, *_PEERS]
-    if only:
-        found = [case for case in found if only in case.table or only in case.shape.name]
-    return found
+    return [case for case in _cases() if only in case.table or only in case.shape.name]

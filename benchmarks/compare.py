@@ -1,11 +1,9 @@
 """``make bench-compare BASE=<git ref>``: is this working tree slower than that commit?
 
-The commit is checked out and built under ``build/compare``. Then each version runs in a process of
-its own, with the benchmark code of this tree, and they take turns sample by sample.
-
-Two processes, one for each version, are timed round by round; then both are started anew, several
-times. A disturbance of a round affects both processes, so each pair of processes gives the median
-of the ratios of its rounds. The placement of pages and threads, however, differs from process to
+The commit is checked out and built under ``build/compare``. Two processes, one for each version,
+with the benchmark code of this tree, take turns sample by sample; then both are started anew,
+several times. A disturbance of a round affects both, so each pair of processes gives the median of
+the ratios of its rounds. The placement of pages and threads, however, differs from process to
 process and stays for all rounds. The pair is therefore the unit of the statistics: the mean of the
 pairs' log ratios follows Student's t distribution, and its confidence interval, at a confidence
 shared out among the rows, is the noise bound.
@@ -24,27 +22,17 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from .cases import (
-    LIST,
-    LOOP,
-    MANY_QUERIES,
-    MODES,
-    SCAN,
-    STEPS_ON_MEMORY,
-    TOY,
-    Mode,
-    Shape,
-)
+from .cases import LIST, LOOP, MANY_QUERIES, MODES, SCAN, STEPS_ON_MEMORY, TOY, Mode, Shape
+from .contestants import registry
 from .contestants.parity import build_in
 from .measure import Timings, interleave
 from .tables import markdown
-from .worker import ROOT, Worker, WorkerError
+from .worker import ROOT, Worker, WorkerError, where
 
 PAIRS = 7
 SECONDS = 0.8
@@ -54,14 +42,8 @@ CONFIDENCE = 0.99  # that no row of a comparison differs by chance alone
 NEW, OLD = "new", "old"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The new version's time over the old one's, with its bounds.
-
-    Attributes:
-        ratio: above 1 the new one is slower.
-        low, high: the ratio lies between them, at the confidence asked for.
-    """
+class Difference(NamedTuple):
+    """The new version's time over the old one's: above 1 the new one is slower; with its bounds."""
 
     ratio: float
     low: float
@@ -78,30 +60,23 @@ class Difference:
         return "no difference" if self.high / self.low < seen else "too noisy"
 
 
-def judge(pairs: list[Timings], new: str, old: str, rows: int = 1) -> Difference:
-    """The difference in one row of so many that are compared together.
-
-    Raises:
-        ValueError: fewer than two pairs of processes.
-    """
-    if len(pairs) < 2:
-        raise ValueError(f"pairs must be at least 2, got {len(pairs)}")
+def judge(pairs: list[Timings], rows: int = 1) -> Difference:
+    """The difference in one row of so many that are compared together."""
     from scipy.stats import ttest_1samp
 
-    logs = [math.log(pair.ratio(new, old).median) for pair in pairs]
+    logs = [math.log(pair.ratio(NEW, OLD).median) for pair in pairs]
     low, high = ttest_1samp(logs, 0.0).confidence_interval(1 - (1 - CONFIDENCE) / rows)
     return Difference(math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high))
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """One row: one of our providers on one shape, in both versions."""
 
     provider: str
     task: str
     shape: Shape
     mode: Mode = "forward"
-    source: str = f"{__package__}.contestants.registry"
+    source: str = registry.__name__
 
     def __str__(self) -> str:
         return f"{self.provider}, {self.shape}, {self.task}, {MODES[self.mode]}"
@@ -121,20 +96,8 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Side:
-    """A version: its name and the folder of its ``bahdanau_fast``."""
-
-    name: str
-    folder: Path
-
-
 def _run(*command: str, folder: Path = ROOT, **variables: str) -> str:
-    """What a command prints.
-
-    Raises:
-        ValueError: it fails; its last line.
-    """
+    """What a command prints, or ValueError with its last line."""
     env = {**os.environ, **variables}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -142,46 +105,33 @@ def _run(*command: str, folder: Path = ROOT, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def build(ref: str) -> Side:
-    """Check a commit out and build it, unless an earlier run did.
-
-    Raises:
-        ValueError: there is no such commit, or it does not build.
-    """
+def build(ref: str) -> Path:
+    """The folder of a commit's package, checked out and built unless an earlier run did."""
     commit = _run("git", "rev-parse", "--verify", "--short=12", f"{ref}^{{commit}}")
     folder = ROOT / "build" / "compare" / commit
-    built = folder / "built"
+    source, built = folder / "source", folder / "built"
     if not (built / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        archive = folder / "source.tar"
-        _run("git", "archive", "--output", str(archive), commit)
-        shutil.unpack_archive(archive, folder / "source")
-        archive.unlink()
-        source = folder / "source"
-        for part, where in (("bahdanau_fast", ""), ("kernels", "bahdanau_fast")):
-            if not (source / part).is_dir():
-                raise ValueError(f"{ref} must have a folder {part}, got none")
-            shutil.copytree(source / part, built / where / part)
+        _run("git", "archive", "--output", f"{source}.tar", commit)
+        shutil.unpack_archive(f"{source}.tar", source)
+        shutil.copytree(source / "bahdanau_fast", built / "bahdanau_fast")
+        shutil.copytree(source / "kernels", built / "bahdanau_fast" / "kernels")
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
-        variables = {"BAHDANAU_FAST_CPU": "1", "BAHDANAU_FAST_CUDA": "0"}
-        try:
-            _run(*command, folder=source, **variables)
-        except ValueError as error:
-            raise ValueError(f"{ref} must build, got: {error}") from error
+        _run(*command, folder=source, BAHDANAU_FAST_CPU="1", BAHDANAU_FAST_CUDA="0")
         (built / "done").touch()
-    return Side(f"{ref} ({commit})", built)
+    return built
 
 
 @contextmanager
-def _started(sides: dict[str, Side], names: Sequence[str]) -> Iterator[dict[str, Worker]]:
+def _started(sides: dict[str, Path], names: Sequence[str]) -> Iterator[dict[str, Worker]]:
     """A process of each version, started in the order of the names."""
     with ExitStack() as stack:
-        workers = {n: stack.enter_context(Worker(folder=sides[n].folder)) for n in names}
+        workers = {n: stack.enter_context(Worker(folder=sides[n])) for n in names}
         for name, worker in workers.items():
-            found = Path(worker.ask(do="where")["folder"])
-            if not found.samefile(sides[name].folder):
-                raise WorkerError(f"{name} was to be found in {sides[name].folder}: {found}")
+            found = worker.make(where)
+            if not found.samefile(sides[name]):
+                raise WorkerError(f"{name} was to be found in {sides[name]}: {found}")
         yield workers
 
 
@@ -199,18 +149,12 @@ def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timin
 
 
 def compare(
-    sides: dict[str, Side],
-    rows: Sequence[Comparison] = ROWS,
-    pairs: int = PAIRS,
-    seconds: float = SECONDS,
+    sides: dict[str, Path], rows: Sequence[Comparison], pairs: int = PAIRS, seconds: float = SECONDS
 ) -> tuple[dict[Comparison, Difference], dict[Comparison, str]]:
     """The difference in each row, or why a row could not be compared.
 
-    Both ``sides``, ``new`` and ``old``, are started ``pairs`` times; each time, a row is timed for
-    ``seconds``.
-
-    Raises:
-        WorkerError: a process does not start, or does not import its own version.
+    Both ``sides``, the folders of ``new`` and ``old``, are started ``pairs`` times; each time, a
+    row is timed for ``seconds``. One that does not start from its folder is a WorkerError.
     """
     timings: dict[Comparison, list[Timings]] = {row: [] for row in rows}
     problems: dict[Comparison, str] = {}
@@ -224,12 +168,8 @@ def compare(
                     problems[row] = result
                 else:
                     timings[row].append(result)
-    verdicts = {
-        row: judge(of_row, NEW, OLD, len(rows))
-        for row, of_row in timings.items()
-        if row not in problems
-    }
-    return verdicts, problems
+    compared = {row: of for row, of in timings.items() if row not in problems}
+    return {row: judge(of, len(rows)) for row, of in compared.items()}, problems
 
 
 def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str]) -> list[str]:
@@ -257,21 +197,14 @@ def main() -> int:
     rows = [row for row in ROWS if options.only in str(row)]
     if not rows or options.pairs < 2:
         parser.error("no row is called so" if not rows else "--pairs must be at least 2")
-    start = time.perf_counter()
     try:
-        sides = {OLD: build(options.base), NEW: Side("working tree", ROOT)}
-    except ValueError as error:
-        print(f"bench-compare: {error}", file=sys.stderr)
-        return 2
-    built = time.perf_counter()
-    print(f"old: {sides[OLD].name}; new: the working tree; {options.pairs} pairs of processes\n")
-    try:
+        sides = {OLD: build(options.base), NEW: ROOT}
+        print(f"old: {options.base}; new: the working tree; {options.pairs} pairs of processes\n")
         verdicts, problems = compare(sides, rows, options.pairs, options.seconds)
-    except WorkerError as error:
+    except (OSError, ValueError, WorkerError) as error:
         print(f"bench-compare: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines(verdicts, problems)))
-    print(f"{built - start:.0f} s to build, {time.perf_counter() - built:.0f} s to measure")
     return 1 if problems or any(verdict.word == "slower" for verdict in verdicts.values()) else 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,20 +80,14 @@ def _course_greedy(model: Any, source: Tensor, lens: Tensor, steps: int) -> tupl
     return torch.cat(tokens[1:], 1), state
 
 
-class Kind(NamedTuple):
-    """Makes a decoder from vocabulary, embedding, hidden units and layers; how it searches."""
-
-    make: Callable[..., nn.Module]
-    search: Callable[..., Any] = _course_greedy
-
-
-DECODERS = {
-    OWN: Kind(partial(_CourseDecoder, CourseAttention)),
-    DROP_IN: Kind(partial(_CourseDecoder, bf.AdditiveAttention)),
-    FUSE: Kind(partial(_CourseDecoder, CourseAttention)),
+# Make a decoder from vocabulary, embedding, hidden units and layers.
+DECODERS: dict[str, Callable[..., nn.Module]] = {
+    OWN: partial(_CourseDecoder, CourseAttention),
+    DROP_IN: partial(_CourseDecoder, bf.AdditiveAttention),
+    FUSE: partial(_CourseDecoder, CourseAttention),
     # What AttentionGRU does, all steps in one operator, and with greedy decoding in another.
-    OURS: Kind(Seq2SeqAttentionDecoder, greedy),
-    NONE: Kind(Seq2SeqDecoder),
+    OURS: Seq2SeqAttentionDecoder,
+    NONE: Seq2SeqDecoder,
 }
 
 
@@ -104,7 +98,7 @@ class Work:
         self, name: str, setting: Setting, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         self.setting, self.device = setting, torch.device(device)
-        make, self._search = DECODERS[name]
+        make, self._search = DECODERS[name], greedy if name == OURS else _course_greedy
         sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
         self.model: Any = EncoderDecoder(Seq2SeqEncoder(*sizes), make(*sizes))
         self.report = bf.fuse(self.model.decoder) if name == FUSE else None

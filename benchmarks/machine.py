@@ -51,11 +51,7 @@ def _cpu_model() -> str:
 
 
 def slug(where: dict[str, str]) -> str:
-    """File name of a machine's figures: processor, family, model and cores.
-
-    Args:
-        where: what :func:`machine` returned on that machine.
-    """
+    """File name of a machine's figures: processor, family, model and cores."""
     name = re.sub(r"\((R|TM)\)|\b(CPU|Processor|family|model)\b|@.*?(?=\()", " ", where["cpu"])
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return f"cpu-{words}-{where['cores'].split()[0]}cores"
@@ -63,17 +59,15 @@ def slug(where: dict[str, str]) -> str:
 
 def _commit() -> str:
     def git(*arguments: str) -> str:
-        folder = Path(__file__).parent
-        command = ["git", *arguments]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        with suppress(OSError):
+            return subprocess.run(
+                command, capture_output=True, text=True, check=False
+            ).stdout.strip()
+        return ""
 
-    commit = git("rev-parse", "--short=12", "HEAD")
     changes = " with changes" if git("status", "--porcelain") else ""
-    return (commit or "none") + changes
+    return (git("rev-parse", "--short=12", "HEAD") or "none") + changes
 
 
 def rows_text(figures: dict[str, Any]) -> str:

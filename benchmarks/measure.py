@@ -59,13 +59,11 @@ class Timings:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     gc.collect()
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
@@ -130,18 +128,29 @@ class GpuCall:
     """A call, or the replay of its graph, on a GPU, timed by events; on a CPU by the clock.
 
     ``cold``: no input is in the L2 when a call begins. ``holds``: calls that a replay makes.
+    ``host``: until it returns, whether or not the GPU is done.
     """
 
     def __init__(
-        self, call: Callable[[], Any], device: torch.device, cold: bool = False, holds: int = 1
-    ) -> None:
+        self, call: Callable[[], Any], device: torch.device, cold: bool = False, holds: int = 1,
+        host: bool = False,
+    ) -> None:  # fmt: skip
         self._call, self._device, self._cold, self._holds = call, device, cold, holds
+        self._host = host
 
     def __call__(self) -> Any:
         return self._call()
 
     def seconds(self, repeats: int) -> float:
         """Seconds per call of one sample."""
+        if self._host:
+            synchronize(self._device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                self._call()
+            took = time.perf_counter() - start
+            synchronize(self._device)
+            return took / repeats
         if self._device.type != "cuda":
             return seconds_per_call(self._call, repeats)
         self._call()  # not timed: the call before left its own data in the L2
@@ -211,8 +220,19 @@ def graphs(
     call: Callable[[], Any], device: torch.device, calls: int, cold: bool
 ) -> dict[str, GpuCall] | str:
     """A graph of so many calls, and with ``cold`` one of one; or why there are none."""
-    many, one = captured(call, calls), captured(call) if cold else "not asked for"
-    if isinstance(many, str) or (cold and isinstance(one, str)):
-        return many if isinstance(many, str) else str(one)
+    many = captured(call, calls)
+    one = captured(call) if cold and not isinstance(many, str) else many
+    if isinstance(many, str) or isinstance(one, str):
+        return str(one)
     found = {"graph": GpuCall(many, device, holds=calls)}
-    return found if isinstance(one, str) else found | {"cold": GpuCall(one, device, cold=True)}
+    return found | {"cold": GpuCall(one, device, cold=True)} if cold else found
+
+
+def in_turns(
+    call: Callable[[], Any], device: torch.device, holds: int, cold: bool
+) -> tuple[dict[str, Any], dict[str, GpuCall]]:
+    """Seconds of a call, and from graphs of it, with those graphs; without them says why."""
+    found = graphs(call, device, holds, cold) if holds else "not asked for"
+    made, told = ({}, {"no graph": found}) if isinstance(found, str) else (found, {})
+    calls = {"called": GpuCall(call, device)} | made
+    return interleave(calls, GPU_SECONDS).packed() | told, made

@@ -38,19 +38,15 @@ PEERS = {
 }
 
 
-def table(run: Run) -> list[str]:
-    """The rows that matter."""
+def of_machine(run: Run) -> list[str]:
+    """The summary of one run: the rows that matter."""
     cells = []
     for each in chosen(run, SUMMARY):
         fastest = f"{each.times(each.fastest):.1f}x ({each.fastest})"
         ours = f"{milliseconds(each.ours)} ms"
         cells.append([each.what, ours, f"{each.times('d2l eager'):.1f}x", fastest])
-    return markdown(["what (B, Tq, Tk, H)", "ours", "d2l", "fastest baseline"], cells)
-
-
-def of_machine(run: Run) -> list[str]:
-    """The summary of one run."""
-    lines = [f"### {name_of(run)}", "", f"{about(run)}.", "", *table(run), ""]
+    heads = ["what (B, Tq, Tk, H)", "ours", "d2l", "fastest baseline"]
+    lines = [f"### {name_of(run)}", "", f"{about(run)}.", "", *markdown(heads, cells), ""]
     shapes = [row for row in run["rows"] if row["table"] == "shapes"]
     said = f"In {sum(map(leads, shapes))} of {len(shapes)} rows of the list of shapes no baseline"
     lines += [f"{said} was faster than ours.", ""]
@@ -95,22 +91,12 @@ def _peers(runs: list[Run]) -> list[str]:
 
 
 def performance(measured: list[Run], felt: list[list[rows.Row]]) -> list[str]:
-    """The tables of docs/performance.md.
-
-    Args:
-        measured: a run of ``bench`` of each machine.
-        felt: rows of ``user`` of each machine.
-    """
+    """The tables of docs/performance.md: runs of ``bench``, and rows of ``user``, by machine."""
     lines = [line for run in measured for line in of_machine(run)]
     lines += ["### Other libraries, of the time of ours", "", *_peers(measured), ""]
     for of_one in felt:
-        lines += [
-            f"### {processor(of_one[0]['where'])}",
-            "",
-            *rows.users(of_one),
-            "",
-            *rows.hosts(of_one),
-        ]
+        lines += [f"### {processor(of_one[0]['where'])}", "", *rows.users(of_one), ""]
+        lines += rows.hosts(of_one)
     return lines
 
 
@@ -226,12 +212,6 @@ def _gain(bars: list[Bars]) -> str:
     return f"{min(gains):.1f} to {max(gains):.1f} times"
 
 
-def chart(run: Run, gpu: list[Row]) -> str:
-    """The picture."""
-    heads = name_of(run), gpu[0]["where"].split(",")[0]
-    return drawing(dict(zip(heads, (_on_cpu(run), _on_gpu(gpu)), strict=True)))
-
-
 def claim(run: Run, gpu: list[Row]) -> list[str]:
     """What it is, how fast in the rows of the chart, and what those are."""
     name, cores = name_of(run).rsplit(", ", 1)
@@ -270,11 +250,7 @@ def models(felt: list[Row], gpu: list[Row]) -> list[str]:
 
 
 def _between(path: Path, *blocks: list[str]) -> str:
-    """A page with what stands between its marks replaced, a block for each pair of marks.
-
-    Raises:
-        ValueError: it has another number of marks.
-    """
+    """A page with what stands between its marks replaced, a block for each pair of marks."""
     parts = re.split(f"({BEGIN}|{END})", path.read_text(encoding="utf-8"))
     if parts[1::2] != [BEGIN, END] * len(blocks):
         need = f"have {BEGIN} and {END} {len(blocks)} times"
@@ -285,21 +261,18 @@ def _between(path: Path, *blocks: list[str]) -> str:
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
-    """What the pages, README and its chart have to say by the committed figures.
-
-    Raises:
-        ValueError: a page lacks a mark that its tables stand between.
-    """
+    """What the pages, README and its chart have to say by the committed figures."""
     results, docs, readme = root / "benchmarks" / "results", root / "docs", root / "README.md"
     measured, felt = runs(results), rows.measured("cpu", results)
     gpus = rows.measured("gpu", results)
     gpu_lines = [line for of_gpu in gpus for line in (*rows.block(of_gpu), "")][:-1]
-    first = measured[0], gpus[0]
+    run, gpu = measured[0], gpus[0]
+    card = gpu[0]["where"].split(",")[0]
     return {
         docs / "performance.md": _between(docs / "performance.md", performance(measured, felt)),
         docs / "gpu.md": _between(docs / "gpu.md", gpu_lines),
-        docs / "images" / "speed.svg": chart(*first),
-        readme: _between(readme, claim(*first), models(felt[0], gpus[0])),
+        docs / "images" / "speed.svg": drawing({name_of(run): _on_cpu(run), card: _on_gpu(gpu)}),
+        readme: _between(readme, claim(run, gpu), models(felt[0], gpu)),
     }
 
 

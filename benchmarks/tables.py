@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .cases import MODES
+from .cases import MODES, SUBJECT
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -83,11 +82,8 @@ def row_table(rows: list[Packed]) -> list[str]:
 
 Run = dict[str, Any]
 
-_OURS = ("ours module", "ours memory", "ours op")
 
-
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Our median in one row, and those of the others."""
 
     what: str
@@ -109,7 +105,7 @@ def chosen(run: Run, wanted: dict[tuple[str, str, str], str]) -> list[Times]:
     for row in run["rows"]:
         key = (row["table"], row["task"], row["mode"])
         times = {name: spread["median"] for name, spread in row["seconds"].items()}
-        ours = next((times[name] for name in _OURS if name in times), None)
+        ours = times.get(SUBJECT[row["task"]])
         others = {name: time for name, time in times.items() if not name.startswith("ours")}
         if key in wanted and ours is not None and "d2l eager" in others:
             what = f"{wanted[key]} {shape_text(row['shape'])}"

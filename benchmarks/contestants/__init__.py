@@ -16,7 +16,6 @@ and shapes are in ``cases``; ``parity`` verifies a call, ``measure`` times it.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,21 +52,13 @@ Builder = Callable[[Inputs], Runnable]
 
 @dataclass(frozen=True)
 class Provider:
-    """A column of the tables.
-
-    Attributes:
-        name: heading of the column.
-        group: of providers that share the rule of parity.
-        builders: make the call of each task that the provider serves.
-        on_demand: runs only in rows that name the provider or its group.
-        process: environment variables of a process of its own, or None.
-    """
+    """A column of the tables."""
 
     name: str
-    group: Group
-    builders: dict[str, Builder]
-    on_demand: bool = False
-    process: tuple[tuple[str, str], ...] | None = None
+    group: Group  # of those that share the rule of parity
+    builders: dict[str, Builder]  # make the call of each task that it serves
+    on_demand: bool = False  # runs only in rows that name it or its group
+    process: tuple[tuple[str, str], ...] | None = None  # variables of a process of its own
 
     def build(self, task: str, inputs: Inputs) -> Runnable:
         return self.builders[task](inputs)
@@ -97,19 +88,16 @@ def decode(step: Step, queries: Tensor) -> Outputs:
 def _builder(make: Callable[[], Attention], task: str, inputs: Inputs) -> Runnable:
     """A function's call in a task."""
     attention, rest = make(), (inputs.values, inputs.w_v, inputs.valid_lens)
-    if task == "full":
-        call = partial(attention, inputs.queries, inputs.keys, *rest, inputs.w_q, inputs.w_k)
-    elif task == "step":
-        call = partial(attention, inputs.queries, inputs.projected_keys, *rest, inputs.w_q)
-    elif task == "loop":
+    given = {
+        "full": (inputs.queries, inputs.keys, *rest, inputs.w_q, inputs.w_k),
+        "step": (inputs.queries, inputs.projected_keys, *rest, inputs.w_q),
+    }.get(task, (inputs.projected_queries, inputs.projected_keys, *rest))
 
-        def call() -> Outputs:
-            keys = F.linear(inputs.keys, inputs.w_k)
-            return decode(lambda query: attention(query, keys, *rest, inputs.w_q), inputs.queries)
+    def loop() -> Outputs:
+        keys = F.linear(inputs.keys, inputs.w_k)
+        return decode(lambda query: attention(query, keys, *rest, inputs.w_q), inputs.queries)
 
-    else:
-        call = partial(attention, inputs.projected_queries, inputs.projected_keys, *rest)
-    return Runnable(call, inputs.leaves(task))
+    return Runnable(loop if task == "loop" else partial(attention, *given), inputs.leaves(task))
 
 
 def function(make: Callable[[], Attention], *tasks: str) -> dict[str, Builder]:
@@ -139,13 +127,9 @@ def course_softmax(scores: Tensor, valid_lens: Tensor | None) -> Tensor:
 
 
 def course_attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    score: Callable[[Tensor], Tensor],
-    valid_lens: Tensor | None,
-    dropout: nn.Module | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: Tensor, values: Tensor, score: Callable[[Tensor], Tensor],
+    valid_lens: Tensor | None, dropout: nn.Module | None = None,
+) -> Outputs:  # fmt: skip
     """The course's forward after its projections: context and weights."""
     features = torch.tanh(queries.unsqueeze(2) + keys.unsqueeze(1))
     weights = course_softmax(score(features).squeeze(-1), valid_lens)
@@ -190,14 +174,9 @@ class CourseAttention(nn.Module):
 
 
 def rewrite(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    w_v: Tensor,
-    valid_lens: Tensor | None,
-    w_q: Tensor | None = None,
-    w_k: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, valid_lens: Tensor | None,
+    w_q: Tensor | None = None, w_k: Tensor | None = None,
+) -> Outputs:  # fmt: skip
     """``(tanh(q + k) * w).sum(-1)``; queries and keys come projected where no weight is given."""
     queries = queries if w_q is None else F.linear(queries, w_q)
     keys = keys if w_k is None else F.linear(keys, w_k)
@@ -209,18 +188,6 @@ def rewrite(
     return torch.bmm(weights, values), weights
 
 
-@functools.cache
-def compiler_problem() -> str | None:
-    """Why torch.compile does not work here, or None."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:
-        return f"torch.compile needs a C++ compiler: {str(error).splitlines()[0]}"
-    return None
-
-
 def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[..., Any]:
     """``function`` under torch.compile, apart from earlier compilations.
 
@@ -228,20 +195,18 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
     call would check the guards of all earlier shapes, and beyond eight of them fall back to eager
     code silently. A copy of the code object gives each row the fastest baseline.
     """
-    problem = compiler_problem()
-    if problem is not None:
-        raise Unavailable(problem)
-    if isinstance(function, types.FunctionType):
-        function = types.FunctionType(
-            function.__code__.replace(),
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-        )
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        why = str(error).splitlines()[0]
+        raise Unavailable(f"torch.compile needs a C++ compiler: {why}") from error
     if mode is not None:
         from torch._inductor import config, select_algorithm  # takes seconds
 
         config.max_autotune_report_choices_stats = False
         select_algorithm.PRINT_AUTOTUNE = False
-    wrapped: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
-    return wrapped
+    copy = types.FunctionType(function.__code__.replace(), function.__globals__)
+    copy.__defaults__ = function.__defaults__
+    return torch.compile(copy, dynamic=False, fullgraph=True, mode=mode)

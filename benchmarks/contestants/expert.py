@@ -6,6 +6,8 @@ registers and a loop goes over the queries; backward likewise, with the sums ove
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -100,62 +102,17 @@ def gradients_kernel(queries, keys, w_v, grad_scores, query_parts, grad_keys, w_
 # ---- launches ------------------------------------------------------------------------------------
 
 
+def _tiles(queries: Tensor, keys: Tensor) -> tuple[Any, dict[str, int]]:
+    """B, Tq, Tk and H, and of softmax kernels a row and its warps."""
+    (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
+    block = triton.next_power_of_2(keys_len)
+    row = {"BLOCK_K": block, "num_warps": min(max(block // 128, 2), 8)}
+    return (batch, queries_len, keys_len, hidden), row
+
+
 def _approximate(keys: Tensor) -> bool:
     """Whether ``tanh.approx``, off by 2**-11, is there and right."""
     return torch.version.hip is None and keys.dtype is not torch.float32
-
-
-def scores(queries: Tensor, keys: Tensor, w_v: Tensor) -> Tensor:
-    """Scores (B,Tq,Tk) in fp32."""
-    (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
-    made = queries.new_empty((batch, queries_len, keys_len), dtype=torch.float32)
-    tile, block = min(QUERIES, triton.next_power_of_2(queries_len)), triton.next_power_of_2(hidden)
-    grid = triton.cdiv(keys_len, KEYS) * triton.cdiv(queries_len, tile), batch
-    scores_kernel[grid](
-        queries, keys, w_v, made, queries_len, keys_len, hidden, _approximate(keys), tile, KEYS,
-        block, num_warps=max(2, block // 256),
-    )  # fmt: skip
-    return made
-
-
-def _row(keys_len: int) -> dict[str, int]:
-    block = triton.next_power_of_2(keys_len)
-    return {"BLOCK_K": block, "num_warps": min(max(block // 128, 2), 8)}
-
-
-def softmax(scored: Tensor, lens: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Weights of scores (B,Tq,Tk)."""
-    (batch, queries_len, keys_len), weights = scored.shape, torch.empty_like(scored, dtype=dtype)
-    given = scored, scored if lens is None else lens, weights, queries_len, keys_len
-    softmax_kernel[(batch * queries_len,)](*given, lens is not None, **_row(keys_len))
-    return weights
-
-
-def softmax_grad(weights: Tensor, grads: Tensor, lens: Tensor | None) -> Tensor:
-    """Gradient of the scores (B,Tq,Tk), in fp32."""
-    batch, queries_len, keys_len = weights.shape
-    made = torch.empty_like(weights, dtype=torch.float32)
-    given = weights, grads, weights if lens is None else lens, made, queries_len, keys_len
-    softmax_grad_kernel[(batch * queries_len,)](*given, lens is not None, **_row(keys_len))
-    return made
-
-
-def gradients(
-    grad_scores: Tensor, queries: Tensor, keys: Tensor, w_v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and w_v."""
-    (batch, queries_len, hidden), keys_len = queries.shape, keys.shape[1]
-    block_k = min(KEYS_BACKWARD, triton.next_power_of_2(keys_len))
-    block_h = min(UNITS_BACKWARD, triton.next_power_of_2(hidden))
-    tiles = triton.cdiv(keys_len, block_k)
-    query_parts = grad_scores.new_empty((batch, tiles, queries_len, hidden))
-    w_parts, grad_keys = grad_scores.new_empty((batch * tiles, hidden)), torch.empty_like(keys)
-    gradients_kernel[tiles * triton.cdiv(hidden, block_h), batch](
-        queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, queries_len, keys_len,
-        hidden, _approximate(keys), block_k, block_h, num_warps=2,
-    )  # fmt: skip
-    grad_queries = query_parts.sum(1, dtype=queries.dtype)
-    return grad_queries, grad_keys, w_parts.sum(0, dtype=w_v.dtype, keepdim=True)
 
 
 class Attention(torch.autograd.Function):
@@ -163,7 +120,16 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries, keys, values, w_v, lens):  # type: ignore[no-untyped-def]
-        weights = softmax(scores(queries, keys, w_v), lens, values.dtype)
+        (batch, tq, tk, hidden), row = _tiles(queries, keys)
+        scores = queries.new_empty((batch, tq, tk), dtype=torch.float32)
+        tile, block = min(QUERIES, triton.next_power_of_2(tq)), triton.next_power_of_2(hidden)
+        scores_kernel[triton.cdiv(tk, KEYS) * triton.cdiv(tq, tile), batch](
+            queries, keys, w_v, scores, tq, tk, hidden, _approximate(keys), tile, KEYS, block,
+            num_warps=max(2, block // 256),
+        )  # fmt: skip
+        weights, mask = torch.empty_like(scores, dtype=values.dtype), lens is not None
+        given = scores, lens if mask else scores, weights, tq, tk, mask
+        softmax_kernel[(batch * tq,)](*given, **row)
         ctx.save_for_backward(weights, queries, keys, values, w_v, lens)
         ctx.mark_non_differentiable(weights)
         return torch.bmm(weights, values), weights
@@ -171,6 +137,20 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         weights, queries, keys, values, w_v, lens = ctx.saved_tensors
-        grad_scores = softmax_grad(weights, torch.bmm(grad, values.mT), lens)
-        of_queries, of_keys, of_w = gradients(grad_scores, queries, keys, w_v)
-        return of_queries, of_keys, torch.bmm(weights.mT, grad), of_w, None
+        (batch, tq, tk, hidden), row = _tiles(queries, keys)
+        grad_scores = torch.empty_like(weights, dtype=torch.float32)
+        mask, of_weights = lens is not None, torch.bmm(grad, values.mT)
+        given = weights, of_weights, lens if mask else weights, grad_scores, tq, tk, mask
+        softmax_grad_kernel[(batch * tq,)](*given, **row)
+        block_k = min(KEYS_BACKWARD, triton.next_power_of_2(tk))
+        block_h = min(UNITS_BACKWARD, triton.next_power_of_2(hidden))
+        tiles = triton.cdiv(tk, block_k)
+        query_parts = grad_scores.new_empty((batch, tiles, tq, hidden))
+        w_parts, grad_keys = grad_scores.new_empty((batch * tiles, hidden)), torch.empty_like(keys)
+        gradients_kernel[tiles * triton.cdiv(hidden, block_h), batch](
+            queries, keys, w_v, grad_scores, query_parts, grad_keys, w_parts, tq, tk, hidden,
+            _approximate(keys), block_k, block_h, num_warps=2,
+        )  # fmt: skip
+        grad_queries = query_parts.sum(1, dtype=queries.dtype)
+        of_w = w_parts.sum(0, dtype=w_v.dtype, keepdim=True)
+        return grad_queries, grad_keys, torch.bmm(weights.mT, grad), of_w, None

@@ -1,12 +1,8 @@
 """The parity check: a call is timed only after its result has been checked.
 
-The reference in fp64 is the oracle. Ours must keep the parity rule of DESIGN section 2,
-
-    max|ours - ref64| <= 2 * max|eager - ref64| + atol,  atol = two roundings of the result,
-
-for context, weights and every gradient; eager is the reference in the tested dtype. It runs on a
-few rows, so that its sums are cut otherwise than those of a call; GRANTED is for that. A baseline
-may differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of
+The reference in fp64 is the oracle. Ours must keep the parity rule (bahdanau_fast/parity.py) for
+context, weights and every gradient; eager is the reference in the tested dtype. A baseline may
+differ by 1e-3 of the largest value: a hundred times the worst rounding error of an fp32 sum of
 these sizes, and far less than any wrong term.
 
 Large shapes are checked on evenly spread batch rows. The gradient of the context is zero on the
@@ -20,7 +16,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,19 +32,14 @@ from . import Group, Provider, Runnable, decode
 CHECKED_ELEMENTS = 16_000_000
 BASELINE_TOLERANCE = 1e-3
 
-# What the rule grants to the order of a sum. A gradient is a sum of many products, and eager's
-# error is that of one order of adding them. A library picks it by the shape: cut finely, a sum
-# adds little to the roundings of its products, and a right result in another order would not be
-# within twice the error. Products of both signs add up to about sqrt(k) of them after k
-# additions, each of which rounds what is there: a run of RUN additions has the variance of RUN /
-# 2 roundings of each product, and adding up the runs less than that. So here, where eager's sums
-# are cut otherwise than those of the calls, the rule has sqrt(RUN / 2) times what the exact
-# result changes by if each product of a score and of its gradient is rounded once, in no less
-# than fp32, as sums are. A single run of 40 000 has 35 times as much, and breaks the rule.
-
-# Additions one after the other that a right sum may have.
+# What the rule grants to the order of a sum, which a library picks by the shape, and eager here by
+# that of few rows: cut finely, a sum adds little to the roundings of its products, and a right
+# result in another order would not be within twice the error. k products of both signs add up to
+# about sqrt(k) of them, and each addition rounds what is there: a run of RUN additions, which a
+# right sum may have, has the variance of RUN / 2 roundings of each product. So the rule has
+# sqrt(RUN / 2) times what :func:`rounded_products` changes the exact result by. A single run of
+# 40 000 has 35 times as much, and breaks the rule.
 RUN = 32
-# Times what :func:`rounded_products` changes the exact result by.
 GRANTED = math.sqrt(RUN / 2)
 
 
@@ -62,24 +53,23 @@ class Verdict:
 
 
 def checked_call(
-    source: str, name: str, task: str, shape: dict[str, Any], mode: str
-) -> tuple[Callable[[], Any], dict[str, Any]]:
+    source: str, name: str, task: str, shape: Shape, mode: str
+) -> tuple[Callable[[], Any], Verdict]:
     """What a worker makes: a call of a provider in ``source.PROVIDERS``, and the verdict on it."""
     providers = {each.name: each for each in importlib.import_module(source).PROVIDERS}
     torch.set_grad_enabled(mode != "forward")  # for the timed calls too
-    inputs = draw(Shape(**shape))
+    inputs = draw(shape)
     inputs.require_grad(mode != "forward")
-    oracle = Oracle(inputs, Shape(**shape), task, mode == "train")
-    call, verdict = oracle.checked(providers[name], task, mode == "train")
-    return call, asdict(verdict)
+    oracle = Oracle(inputs, shape, task, mode == "train")
+    return oracle.checked(providers[name], task, mode == "train")
 
 
 def build_in(
     worker: Worker, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
 ) -> Verdict:
     """Let a process build the call that it will time, and check its parity; or WorkerError."""
-    given = (source, provider, task, asdict(shape), mode)
-    return Verdict(**worker.make(__name__, checked_call.__name__, *given))
+    found: Verdict = worker.make(checked_call, source, provider, task, shape, mode)
+    return found
 
 
 def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
@@ -102,16 +92,8 @@ class Oracle:
         per_row = shape.features // shape.batch * (DECODE_STEPS if task == "loop" else 1)
         count = max(1, min(shape.batch, CHECKED_ELEMENTS // per_row))
         self.rows = torch.linspace(0, shape.batch - 1, count).round().long()
-        exact = self._compute(task, torch.float64, gradients)
-        eager = self._compute(task, inputs.keys.dtype, gradients)
-        self._exact = exact
-        self._eager_error = {name: parity.error(eager[name], exact[name]) for name in exact}
-
-    def grad_context(self) -> Tensor:
-        """The gradient of the checked call's context: zero on rows that are not checked."""
-        masked = torch.zeros_like(self._inputs.grad_context)
-        masked[self.rows] = self._inputs.grad_context[self.rows]
-        return masked
+        self._exact = self._compute(torch.float64)
+        self._eager = self._compute(inputs.keys.dtype)
 
     def check(self, runnable: Runnable, group: Group, train: bool) -> Verdict:
         """Run a call once, with its backward if ``train``, and compare it with the reference."""
@@ -122,10 +104,10 @@ class Oracle:
         verdicts = [self._judge(name, result, group) for name, result in results.items()]
         # A context of the wrong shape has no gradient; its own verdict says what is wrong.
         if train and all(math.isfinite(verdict.worst) for verdict in verdicts):
-            gradients = torch.autograd.grad(context, runnable.leaves, self.grad_context())
-            for i, gradient in enumerate(gradients):
-                per_row = gradient.dim() == 3
-                checked = gradient[self.rows] if per_row else gradient
+            grad = torch.zeros_like(self._inputs.grad_context)
+            grad[self.rows] = self._inputs.grad_context[self.rows]
+            for i, found in enumerate(torch.autograd.grad(context, runnable.leaves, grad)):
+                checked = found[self.rows] if found.dim() == 3 else found
                 verdicts.append(self._judge(f"gradient {i}", checked, group))
         return max(verdicts, key=lambda verdict: verdict.worst)
 
@@ -146,7 +128,8 @@ class Oracle:
         error, largest = parity.error(result, exact), float(exact.abs().max())
         allowed = BASELINE_TOLERANCE * largest
         if group == "ours":
-            allowed = parity.allowed(self._eager_error[name], largest, result.dtype)
+            eager = parity.error(self._eager[name], exact)
+            allowed = parity.allowed(eager, largest, result.dtype)
             allowed += GRANTED * parity.error(self._rounded[name], exact)
         worst = error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
         return Verdict(worst <= 1, worst, name)
@@ -154,38 +137,33 @@ class Oracle:
     @functools.cached_property
     def _rounded(self) -> dict[str, Tensor]:
         """The exact results of products that are rounded once."""
-        return self._compute(self._task, torch.float64, self._gradients, rounded=True)
+        return self._compute(torch.float64, rounded=True)
 
-    def _compute(
-        self, task: str, dtype: torch.dtype, gradients: bool, rounded: bool = False
-    ) -> dict[str, Tensor]:
+    def _compute(self, dtype: torch.dtype, rounded: bool = False) -> dict[str, Tensor]:
         """The reference on the checked rows, all of them at once."""
         inputs = self._inputs
 
-        def scorer(w_v: Tensor) -> Any:
-            return rounded_products(w_v, inputs.keys.dtype) if rounded else w_v
-
         def cut(tensor: Tensor) -> Tensor:
             rows = tensor[self.rows] if tensor.dim() == 3 else tensor
-            return rows.detach().to(dtype).requires_grad_(gradients)
+            return rows.detach().to(dtype).requires_grad_(self._gradients)
 
         lens = None if inputs.valid_lens is None else inputs.valid_lens[self.rows]
-        leaves = tuple(cut(leaf) for leaf in inputs.leaves(task))
-        with torch.set_grad_enabled(gradients):
-            if task in ("projected", "scan"):
-                query, key, value, w_v = leaves
-                context, weights = reference.attend(query, key, value, scorer(w_v), lens)
+        leaves = tuple(cut(leaf) for leaf in inputs.leaves(self._task))
+        scorer = rounded_products(leaves[-1], inputs.keys.dtype) if rounded else leaves[-1]
+        with torch.set_grad_enabled(self._gradients):
+            if self._task in ("projected", "scan"):
+                context, weights = reference.attend(*leaves[:3], scorer, lens)
             else:
-                query, *source, w_q, w_k, w_v = leaves
-                keys, values = source[0], source[-1]  # one leaf where values is keys
-                layer = scorer(w_v)
+                query, *source, w_q, w_k, _ = leaves
+                given = source[0], source[-1], w_q, w_k, scorer, lens  # one where values is keys
+                loops = self._task == "loop"
 
-                def step(query: Tensor) -> tuple[Tensor, Tensor]:
-                    return reference.additive_attention(query, keys, values, w_q, w_k, layer, lens)
+                def call(query: Tensor) -> tuple[Tensor, Tensor]:
+                    return reference.additive_attention(query, *given)
 
-                context, weights = decode(step, query) if task == "loop" else step(query)
+                context, weights = decode(call, query) if loops else call(query)
         results = {"context": context.detach(), "weights": weights.detach()}
-        if gradients:
+        if self._gradients:
             grad = inputs.grad_context[self.rows].to(dtype)
             for i, gradient in enumerate(torch.autograd.grad(context, leaves, grad)):
                 results[f"gradient {i}"] = gradient
@@ -193,11 +171,9 @@ class Oracle:
 
 
 def rounded_products(w_v: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A layer in the place of w_v for the reference: each product moved by up to a rounding.
+    """A layer in the place of w_v, (1,H) or (H,): each product moved by up to a rounding.
 
-    Args:
-        w_v: (1,H) or (H,).
-        dtype: that is tested; of half types, sums are fp32.
+    The rounding is that of sums, which of half types are fp32.
     """
     step = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     generator = torch.Generator(w_v.device).manual_seed(0)

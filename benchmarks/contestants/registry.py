@@ -55,10 +55,9 @@ def _tuned() -> Attention:
     return compiled(rewrite, "max-autotune-no-cudagraphs")
 
 
-def _course_projected(
-    queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, valid_lens: Tensor | None
-) -> Outputs:
-    return course_attend(queries, keys, values, partial(F.linear, weight=w_v), valid_lens)
+def _course_projected(*given: Any) -> Outputs:
+    *sources, w_v, valid_lens = given
+    return course_attend(*sources, partial(F.linear, weight=w_v), valid_lens)
 
 
 def _expert() -> Attention:
@@ -71,63 +70,29 @@ def _expert() -> Attention:
     return attention
 
 
-def additive(
-    queries: Tensor, keys: Tensor, values: Tensor, w_v: Tensor, valid_lens: Tensor | None,
-    w_q: Tensor, w_k: Tensor, **more: Any,
-) -> Outputs:  # fmt: skip
+def _additive(*given: Any) -> Outputs:
     """Our public function, its arguments in the order of the others."""
-    return bf.additive_attention(queries, keys, values, w_q, w_k, w_v, valid_lens, **more)
-
-
-def _masked(*given: Any) -> Outputs:
-    """Ours with its lengths as a mask."""
-    (_, keys, _, _, lens), weights = given[:5], given[5:]
-    mask = torch.arange(keys.shape[1], device=lens.device) < lens[:, None]
-    return additive(*given[:4], None, *weights, mask=mask)
-
-
-def _in_front(*given: Any) -> Outputs:
-    """A step of ours whose queries are projected by the library."""
-    queries, keys, *rest, w_q = given
-    backend = backends.resolve(keys.device)
-    projected = ProjectedKeys(keys, None, None)
-    return attend_projected(backend, F.linear(queries, w_q), projected, *rest)
+    queries, keys, values, w_v, valid_lens, w_q, w_k = given
+    return bf.additive_attention(queries, keys, values, w_q, w_k, w_v, valid_lens)
 
 
 def _op_projected(inputs: Inputs, ready: bool = False) -> Runnable:
-    backend = backends.resolve(inputs.keys.device)
-    if inputs.keys.is_cuda:  # bench-compare runs this with older versions of the package, too
+    """Ours, after the projections of queries (B,Tq,H) and keys; ``ready``: with its table."""
+    backend, keys = backends.resolve(inputs.keys.device), inputs.projected_keys
+    if keys.is_cuda:  # bench-compare runs this with older versions of the package, too
         from bahdanau_fast.backends.route import is_step
 
         step = is_step(False, inputs.queries.shape[1], inputs.w_v.shape[1], general=False)
-        backend = backends.resolve(inputs.keys.device, step=step)
-    projected = inputs.projected_keys
-    prepared = ProjectedKeys(projected, None, None)
+        backend = backends.resolve(keys.device, step=step)
+    projected = ProjectedKeys(keys, None, None)
     if ready:
-        prepared = project(projected, backends.keeps_table(backend, projected))
-    rest = inputs.values, inputs.w_v, inputs.valid_lens
-    call = partial(attend_projected, backend, inputs.projected_queries, prepared, *rest)
-    return Runnable(call, inputs.leaves("projected"))
-
-
-def attend_projected(
-    backend: str, queries: Tensor, keys: ProjectedKeys, values: Tensor, w_v: Tensor,
-    valid_lens: Tensor | None,
-) -> Outputs:  # fmt: skip
-    """Ours, after the projections of queries (B,Tq,H) and keys."""
-    given = Call(
-        queries, keys.keys, values, w_v, valid_lens=valid_lens, projected=keys, backend=backend
-    )
-    return run.attend(given)
+        projected = project(keys, backends.keeps_table(backend, keys))
+    given = inputs.projected_queries, projected.keys, inputs.values, inputs.w_v
+    more = {"valid_lens": inputs.valid_lens, "projected": projected, "backend": backend}
+    return Runnable(lambda: run.attend(Call(*given, **more)), inputs.leaves("projected"))
 
 
 # --- modules ------------------------------------------------------------------------------------
-
-
-def _with_parameters(inputs: Inputs, module: nn.Module) -> tuple[Tensor, ...]:
-    """The leaves of the full task, the weights being those of a module."""
-    own = ("W_q.weight", "W_k.weight", "w_v.weight")
-    return inputs.leaves("full")[: -len(own)] + tuple(map(module.get_parameter, own))
 
 
 def _sharing_weights(cls: type[Module], inputs: Inputs) -> Module:
@@ -144,56 +109,29 @@ _course = partial(_sharing_weights, CourseAttention)
 _ours = partial(_sharing_weights, bf.AdditiveAttention)
 
 
-def _fused(inputs: Inputs) -> Module:
-    """The course's module after ``bf.fuse``."""
-    module = _course(inputs)
-    bf.fuse(module, (inputs.queries, inputs.keys, inputs.values, inputs.valid_lens))
-    return module
-
-
-def _weights(module: Module) -> Tensor:
-    if module.attention_weights is None:
-        raise RuntimeError("the module left no attention_weights")
-    return module.attention_weights
-
-
-def _forget(module: Module) -> None:
-    """Our module keeps the projection of its last keys: those of the next call are new to it."""
-    if isinstance(module, bf.AdditiveAttention):
-        module._cache._entry = module._cache._last = None
-
-
 def _on_new_keys(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool = False) -> Runnable:
     """A module's call on new keys, or with ``steps`` a loop of calls on the same keys."""
-    module = make(inputs)
+    module: Any = make(inputs)
 
     def step(query: Tensor) -> Outputs:
         context = module(query, inputs.keys, inputs.values, inputs.valid_lens)
-        return context, _weights(module)
+        return context, module.attention_weights
 
     def forward() -> Outputs:
-        _forget(module)
+        if isinstance(module, bf.AdditiveAttention):  # which keeps the projection of its last keys
+            module._cache._entry = module._cache._last = None
         return decode(step, inputs.queries) if steps else step(inputs.queries)
 
-    return Runnable(forward, _with_parameters(inputs, module))
+    own = map(module.get_parameter, ("W_q.weight", "W_k.weight", "w_v.weight"))
+    return Runnable(forward, (*inputs.leaves("full")[:-3], *own))
 
 
-def _on_memory(inputs: Inputs, steps: bool = False) -> Runnable:
-    """A step on a memory, or with ``steps`` a loop, its memory included."""
-    module = _ours(inputs)
-
-    def remember() -> Any:
-        return module.memory(inputs.keys, inputs.values, inputs.valid_lens)
-
-    def step(query: Tensor, memory: Any) -> Outputs:
-        return module.attend(query, memory), _weights(module)
-
-    if steps:
-        leaves = _with_parameters(inputs, module)
-        return Runnable(lambda: decode(partial(step, memory=remember()), inputs.queries), leaves)
+def _on_memory(inputs: Inputs) -> Runnable:
+    """A step on a memory."""
+    module: Any = _ours(inputs)
     with torch.no_grad():
-        memory = remember()
-    return Runnable(lambda: step(inputs.queries, memory), ())
+        memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)
+    return Runnable(lambda: (module.attend(inputs.queries, memory), module.attention_weights), ())
 
 
 def _module(make: Callable[[Inputs], Module]) -> dict[str, Builder]:
@@ -209,11 +147,7 @@ def _module(make: Callable[[Inputs], Module]) -> dict[str, Builder]:
 
 
 def imported(name: str, package: str) -> Any:
-    """A module of an optional package.
-
-    Raises:
-        Unavailable: it is not installed.
-    """
+    """A module of an optional package, or Unavailable."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -357,12 +291,12 @@ PROVIDERS: tuple[Provider, ...] = (
         on_demand=True,
     ),
     Provider("ours module", "ours", _module(_ours)),
-    Provider("ours memory", "ours", {"step": _on_memory, "loop": partial(_on_memory, steps=True)}),
+    Provider("ours memory", "ours", {"step": _on_memory}),
     Provider(
         "ours op",
         "ours",
         {
-            **function(lambda: additive, "full"),
+            **function(lambda: _additive, "full"),
             "projected": _op_projected,
             "scan": partial(_op_projected, ready=True),
         },
@@ -370,11 +304,5 @@ PROVIDERS: tuple[Provider, ...] = (
     # On a GPU.
     Provider("expert", "expert", function(_expert, "projected", "step"), on_demand=True),
     Provider("compiled, tuned", "compiled", function(_tuned, *TASKS), on_demand=True),
-    Provider(
-        "ours compiled", "compiled", function(lambda: compiled(additive), "full"), on_demand=True
-    ),
-    Provider("W_q in front", "ours", function(lambda: _in_front, "step"), on_demand=True),
-    Provider("ours, masked", "ours", function(lambda: _masked, "full"), on_demand=True),
-    Provider("d2l fused", "ours", _module(_fused), on_demand=True),
     *LIBRARIES,
 )

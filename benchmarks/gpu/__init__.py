@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import os
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +42,16 @@ class Row(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """What runs in a process of its own, and for how long at most.
-
-    Attributes:
-        function: ``module:function``, which takes the arguments and tells rows by ``say``.
-        beside: whether others may run at the same time, since nothing is timed.
-        variables: of the environment.
-        first: of :func:`each`, the first row that is computed.
-    """
+    """What runs in a process of its own, and for how long at most."""
 
     name: str
     seconds: float
-    function: str
+    function: str  # ``module:function``, which takes the arguments and tells rows by ``say``
     arguments: tuple[Any, ...] = ()
-    beside: bool = False
-    variables: tuple[tuple[str, str], ...] = ()
-    first: int = 0
+    beside: bool = False  # whether others may run at the same time, since nothing is timed
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment
+    first: int = 0  # of `each`, the first row that is computed
+    spare: float = 0.0  # seconds that are left to those after it
 
 
 EACH, MACHINE = f"{__name__}:each", f"{__name__}:machine"
@@ -72,16 +69,9 @@ def each(
     """Compute the rows of a stage, or each so-many-th, and say how far it is.
 
     Where the process dies or a row hangs, :func:`run` records that row, and a fresh process goes on
-    with the next.
-
-    Args:
-        stage: what the rows are said to be of.
-        source: ``module:function`` or ``module:function:argument``; the function takes a device and
-            the argument, and returns the rows.
-        device: name of the device.
-        part: of so many ``parts``.
-        parts: processes that share the rows.
-        first: the row to begin with.
+    with the next, its ``first``. ``source`` is ``module:function`` or
+    ``module:function:argument``; the function takes a device and the argument, and returns the
+    rows, which so many ``parts`` share.
     """
     module, function, *more = source.split(":", 2)
     rows: list[Row] = getattr(import_module(module), function)(device, *more)[part::parts]
@@ -184,10 +174,10 @@ def run(experiments: Sequence[Experiment], seconds: float, record: Record, width
                 while waiting and len(running) < most:
                     experiment, left = waiting.popleft(), end - time.monotonic()
                     told = {"stage": "hour", "row": experiment.name}
-                    if left < LEAST_SECONDS:
+                    limit = min(experiment.seconds, left - experiment.spare)
+                    if left - experiment.spare < LEAST_SECONDS:
                         record(told | {"skipped": "no time left"})
                         continue
-                    limit = min(experiment.seconds, left)
                     record(told | {"begins": round(seconds - left, 1), "limit": round(limit, 1)})
                     running.append(_Running(experiment, limit))
                 for one in running:
@@ -206,4 +196,46 @@ def is_wrong(row: dict[str, Any]) -> bool:
         return "skipped" in row or "ended" in row
     if row.get("tests", {}).get("no time left"):
         return True
-    return not row.get("passed", True) or ("problem" in row and "constant" not in row)
+    checks = row.get("passed", True), row.get("graph gives the same bits", True)
+    return not all(checks) or ("problem" in row and "constant" not in row)
+
+
+def measure(
+    who: str, look: Experiment, path: Callable[[dict[str, Any]], Path],
+    plan: Sequence[Experiment], seconds: float, width: int,
+) -> list[dict[str, Any]] | None:  # fmt: skip
+    """Look at the machine, then run a plan; every row goes to a file as it comes.
+
+    Where there is no GPU, ``who`` says so, and None is returned. ``look`` tells the row of the
+    machine, by which ``path`` names the file; ``seconds`` are for all, ``width`` is that of run.
+    """
+    begun, rows = time.monotonic(), list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ.setdefault("TRITON_CACHE_DIR", cache)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        run([look], look.seconds, rows.append)
+        where = next((row for row in rows if row["stage"] == "machine"), rows[-1])
+        if "gpu" not in where:
+            problem = where.get("problem") or ": ".join([where["ended"], *where["said"][-1:]])
+            print(f"{who}: {problem}; nothing is measured", file=sys.stderr)
+            return None
+        path(where).parent.mkdir(parents=True, exist_ok=True)
+        with path(where).open("a", encoding="utf-8") as file:
+
+            def record(row: dict[str, Any]) -> None:
+                print(json.dumps(row), file=file, flush=True)
+                print(json.dumps({k: v for k, v in row.items() if k != "text"})[:500], flush=True)
+                rows.append(row)
+
+            looked, rows = rows, []
+            for row in looked:
+                record(row)
+            run(plan, seconds - (time.monotonic() - begun), record, width)
+    print(f"wrote {path(where)}")
+    return rows
+
+
+def command(main: Callable[[], int]) -> None:
+    """Leave with the code of a command; a signal ends its children, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
@@ -24,7 +21,7 @@ from typing import Any
 from bahdanau_fast.check.children import say
 
 from ..worker import ROOT
-from . import EACH, MACHINE, Experiment, Row, is_wrong, machine, run
+from . import EACH, MACHINE, Experiment, Row, command, is_wrong, machine, measure
 from .decide import SWEEPS
 
 SECONDS = 540.0
@@ -73,9 +70,9 @@ def experiments(dry: bool) -> list[Experiment]:
         Experiment(FIRST, 90, f"{HERE}:suite", (FIRST, 80.0, dry)),
         *tests,
         *(Experiment(f"compile {name}", PART_SECONDS, LAB, (name, "warm"), True)
-          for name in dict.fromkeys(in_triton) if not dry),
+          for name in in_triton if not dry),
         *user,
-        *(Experiment(n, 25, LAB, (n, mode)) for n in dict.fromkeys(s.constant for s in SWEEPS)),
+        *(Experiment(s.constant, 25, LAB, (s.constant, mode)) for s in SWEEPS),
     ]  # fmt: skip
     if not dry:
         return found
@@ -158,27 +155,22 @@ def felt(device: str, pattern: str) -> list[Row]:
 
 def tiny(device: str, pattern: str) -> list[Row]:
     """The first of them, small."""
-    from .. import measure
+    from .. import measure as timing
     from . import user
 
-    user.SIZES, measure.GPU_SECONDS = user.TINY, 1e-3
-    measure.SAMPLE_SECONDS, measure.PAUSE_SECONDS = 1e-4, 0.0
+    user.SIZES, timing.GPU_SECONDS = user.TINY, 1e-3
+    timing.SAMPLE_SECONDS, timing.PAUSE_SECONDS = 1e-4, 0.0
     return felt(device, pattern)[:1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """2 where there is no GPU, 1 where an experiment did not end well.
-
-    Args:
-        arguments: instead of those of the command line.
-    """
+    """2 where there is no GPU, 1 where an experiment did not end well."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.hour", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, as they come")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--only", nargs="*", help="experiments by name")
     parser.add_argument("--dry", action="store_true", help="without a GPU, and without times")
     given = parser.parse_args(arguments)
-    begun = time.monotonic()
     commit = ROOT / "commit"  # of the bundle
     if commit.exists():
         os.environ.setdefault("BAHDANAU_FAST_COMMIT", commit.read_text().strip())
@@ -190,30 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in [*loaded, "torch._dynamo"] if given.dry else loaded:
         with suppress(ImportError):
             import_module(name)
-    wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as cache, given.out.open("a", encoding="utf-8") as file:
-        os.environ.setdefault("TRITON_CACHE_DIR", cache)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-
-        def record(row: dict[str, Any]) -> None:
-            print(json.dumps(row), file=file, flush=True)
-            print(json.dumps({k: v for k, v in row.items() if k != "text"})[:500], flush=True)
-            if is_wrong(row):
-                wrong.append(row["row"])
-
-        first, *rest = experiments(given.dry)
-        run([first], SECONDS, record)
-        if wrong:
-            print("gpu-hour: nothing else is measured", file=sys.stderr)
-            return 2
-        chosen: list[Experiment] = [e for e in rest if not given.only or e.name in given.only]
-        width = max((os.cpu_count() or 1) - 2, 2)
-        run(chosen, given.seconds - (time.monotonic() - begun), record, width)
+    look, *rest = experiments(given.dry)
+    plan = [e for e in rest if not given.only or e.name in given.only]
+    width = max((os.cpu_count() or 1) - 2, 2)
+    rows = measure("gpu-hour", look, lambda _: given.out, plan, given.seconds, width)
+    if rows is None:
+        return 2
+    wrong = [row["row"] for row in rows if is_wrong(row)]
     print(f"{len(wrong)} not well: {', '.join(wrong)}" if wrong else "all well")
     print(f"in the checkout: python -m benchmarks.gpu.decide {given.out}")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
-    sys.exit(main())
+    command(main)

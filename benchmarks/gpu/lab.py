@@ -29,11 +29,7 @@ HELD, SECONDS = 5, 0.3  # calls in a graph; of timing a call in all its ways
 
 
 class Lab:
-    """A GPU, and how experiments run there.
-
-    Args:
-        mode: "timed"; or "warm": everything is compiled, and nothing is timed or said.
-    """
+    """A GPU, and how experiments run there: "timed"; "warm" compiles, and says nothing."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -64,15 +60,15 @@ class Lab:
         """Numbers that saturate nothing."""
         return (torch.randn(sizes, device="cuda") * scale).to(getattr(torch, dtype))
 
-    def seen(self, call: Call) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """What else is said of a call that was made."""
         return {}
 
     # ---- what varies
 
     @contextmanager
-    def set(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Inside, constants have these values, and functions these tiles."""
+    def set(self, settings: dict[str, int]) -> Iterator[None]:
+        """Inside, constants have these values."""
         before = {name: self._exchange(name, value) for name, value in settings.items()}
         try:
             yield
@@ -80,18 +76,18 @@ class Lab:
             for name, value in before.items():
                 self._exchange(name, value)
 
-    def _exchange(self, name: str, value: Any) -> Any:
+    def _exchange(self, name: str, value: int) -> int:
         """Set a constant; its value so far."""
         if name.startswith("k"):
             mangled = f"_ZN13bahdanau_fast3gpu{len(name)}{name}E"
             variable = ctypes.c_int64.in_dll(self.library(), mangled)
-            before, variable.value = variable.value, value
+            before, variable.value = int(variable.value), value
             return before
         from bahdanau_fast.backends.triton import launch
         from bahdanau_fast.kernels import plans
 
         before = getattr(plans, name)
-        setattr(plans, name, partial(_cut, before, value) if isinstance(value, dict) else value)
+        setattr(plans, name, value)
         launch.plans.clear()
         return before
 
@@ -104,13 +100,12 @@ class Lab:
             name = f"{sweep.constant} {label}: {call}"
             row = rows[label] = {"stage": "lab", "row": name, "constant": sweep.constant}
             row |= {"call": str(call), "way": label}
-            row |= {"size": sweep.size(call)} if sweep.size else {}
             torch.manual_seed(0)  # the same numbers in all ways
             try:
                 with self.set(way.settings):
                     made = _make(self, self.like(call), way)
                     found = [x.detach().float() for x in tree_leaves(made()) if x is not None]
-                    row |= self.seen(call)
+                    row |= self.seen()
                     first = first or found
                     if self.mode == "timed":
                         row["differs"] = max(map(_differ, found, first))
@@ -143,12 +138,10 @@ class Dry(Lab):
 
     @contextmanager
     def there(self, sweep: Sweep) -> Iterator[None]:
-        """Inside, there is a GPU for the calls of a sweep."""
         import pretended
 
         self._mock.new_gpu()
-        alone = {way.backend for way in sweep.ways.values()} == {"cuda"}
-        self._mocks = alone and "decoder" not in sweep.calls[0].what
+        self._mocks = {way.backend for way in sweep.ways.values()} == {"cuda"}
         with ExitStack() as stack:
             if not self._mocks:
                 bf.backends.why_not("triton")  # loads it
@@ -156,8 +149,7 @@ class Dry(Lab):
                 stack.enter_context(self._interpreted())
             yield
 
-    @contextmanager
-    def _interpreted(self) -> Iterator[None]:
+    def _interpreted(self) -> Any:
         """Inside, launches of Triton's interpreter are noted."""
         from triton.runtime.interpreter import InterpretedFunction
 
@@ -168,71 +160,44 @@ class Dry(Lab):
             self._noted.append([kernel.fn.__name__, told])
             return run(kernel, *given, **named)
 
-        with patch.object(InterpretedFunction, "run", noted):
-            yield
+        return patch.object(InterpretedFunction, "run", noted)
 
     def library(self) -> Any:
-        """Where the constants of CUDA C++ are."""
         return self._mock._library
 
     def operator(self, backend: str) -> Callable[..., Any]:
-        """Runs an operator by its name."""
         return self._mock.operator if self._mocks else super().operator(backend)
 
     def like(self, call: Call) -> Call:
-        """The call that is made for one."""
         if self._mocks:
             return call
-        decodes = "decoder" in call.what
-        sizes = tuple(map(min, call.sizes, (1, 2 if decodes else 17, 17, 17)))
-        # The operators of a decoder on the CPU know no 16 bits.
-        dtype = "float32" if decodes else call.dtype
-        return call._replace(sizes=sizes, dtype=dtype, values=min(call.values, 17))
+        sizes = tuple(map(min, call.sizes, (1, 17, 17, 17)))
+        return call._replace(sizes=sizes, values=min(call.values, 17))
 
     def draw(self, *sizes: int, dtype: str, scale: float = 0.7) -> Tensor:
-        """Numbers; for the mock runtime, which reads none, just memory."""
-        if self._mocks:
+        if self._mocks:  # whose runtime reads no numbers
             return torch.empty(sizes, dtype=getattr(torch, dtype))
         return super().draw(*sizes, dtype=dtype, scale=scale)
 
-    def seen(self, call: Call) -> dict[str, Any]:
-        """What was launched; of a decoder, whether one launch would have been."""
+    def seen(self) -> dict[str, Any]:
         from mock_cuda import kernel_of, launches
 
         keys = ("grid", "block", "cluster", "shared")
-        for one in launches(self._mock.calls()):
-            self._noted.append([kernel_of(one), *(one[key] for key in keys)])
-        if "decoder" in call.what:
-            rows, _, others, units = call.sizes
-            why = self._mock.why_not_decode(False, True, rows, others, *[units] * 3, 0, 0)
-            self._noted.append(["one launch", why])
-        noted, self._noted = self._noted, []
-        return {"launches": noted}
+        mocked = launches(self._mock.calls())
+        found = [*self._noted, *([kernel_of(one), *(one[key] for key in keys)] for one in mocked)]
+        self._noted.clear()
+        return {"launches": found}
 
 
 def constant(name: str, mode: str) -> None:
     """Everything that decides a constant, in a mode of the lab; "dry" is without a GPU."""
     lab = Dry() if mode == "dry" else Lab(mode)
     measure.PAUSE_SECONDS = 1e-3  # no threads of a processor have to go to sleep
-    for sweep in SWEEPS:
-        if sweep.constant == name:
-            with lab.there(sweep):
-                # What a dry run makes alike is made once.
-                for call in {lab.like(call): call for call in reversed(sweep.calls)}.values():
-                    lab.race(sweep, call)
-
-
-def _cut(plan: Callable[..., Any], tile: dict[str, int], *sizes: Any) -> Any:
-    """What a function of plans.py gives, with another tile."""
-    found = plan(*sizes)
-    if isinstance(found, dict):
-        return found | tile
-    hidden, split = sizes[3:]  # of terms
-    splits = tile["splits"] if split else 1
-    blocks = {name: tile[name] for name in found.blocks}
-    return found._replace(
-        quads=-(-hidden // (8 * splits)) * 2 * splits, splits=splits, blocks=blocks
-    )
+    (sweep,) = (sweep for sweep in SWEEPS if sweep.constant == name)
+    with lab.there(sweep):
+        # What a dry run makes alike is made once.
+        for call in {lab.like(call): call for call in reversed(sweep.calls)}.values():
+            lab.race(sweep, call)
 
 
 def _differ(x: Tensor, y: Tensor) -> float:
@@ -240,41 +205,15 @@ def _differ(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) if x.numel() else 0.0
 
 
-# ---- calls
-
-
 def _make(lab: Lab, call: Call, way: Way) -> Callable[[], Any]:
     """The call, its inputs drawn."""
-    from entry_points import attend_backward, attention
+    from entry_points import attention
 
     batch, queries, keys, hidden = call.sizes
     draw = partial(lab.draw, dtype=call.dtype)
-    if "decoder" in call.what:
-        return _decoder(draw(queries, batch, 32), draw(batch, keys, hidden))
     shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, call.values or hidden)
     inputs = *(draw(*shape) for shape in shapes), draw(1, hidden, scale=hidden**-0.5)
     more: dict[str, Any] = {"narrow": call.dtype != "float32"}
-    if "without weights" in call.what:
-        more["need_weights"] = False
     if call.what == "step":
         more["w_q"] = draw(hidden, hidden, scale=hidden**-0.5)
-    if "32 features" in call.what:
-        more |= {"features": draw(batch, keys, 32), "w_f": draw(hidden, 32, scale=0.1)}
-    forward = partial(attention, lab.operator(way.backend), *inputs, **more)
-    if call.what != "backward":
-        return forward
-    context, weights = forward()
-    grads = (draw(*x.shape) for x in (context, weights))
-    return partial(attend_backward, lab.operator(way.backend), *inputs, None, weights, *grads)
-
-
-def _decoder(inputs: Tensor, keys: Tensor) -> Callable[[], Any]:
-    """All steps of AttentionGRU, and the gradients of everything."""
-    module = bf.AttentionGRU(inputs.shape[2], keys.shape[2]).to(inputs.device, inputs.dtype)
-    asked = [inputs.requires_grad_(), keys.requires_grad_(), *module.parameters()]
-
-    def both() -> tuple[Tensor, ...]:
-        outputs = module(inputs, None, keys)[0]
-        return outputs, *torch.autograd.grad(outputs, asked, torch.ones_like(outputs))
-
-    return both
+    return partial(attention, lab.operator(way.backend), *inputs, **more)

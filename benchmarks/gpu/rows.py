@@ -15,11 +15,12 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..tables import RESULTS, markdown, milliseconds
+from . import is_wrong
 
 TIMES = ("called", "graph", "cold")
 COLUMNS = ("stage", "row", *TIMES, "kernels", "host", "roof", "worst", "note")
@@ -47,34 +48,46 @@ def read(path: Path) -> dict[str, Row]:
 
 def write(path: Path, found: Iterable[Row]) -> None:
     """The rows of each machine below a line that names it."""
-    runs: dict[str, list[Row]] = {}
-    for row in found:
-        runs.setdefault(row["where"], []).append(row)
     with path.open("w", encoding="utf-8", newline="") as file:
         out = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         out.writeheader()
-        for where, of_run in runs.items():
+        for where, of_run in _grouped(found, lambda row: row["where"]).items():
             file.write(f"# {where}\n")
             out.writerows(of_run)
 
 
+def _grouped(found: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
+    groups: dict[str, list[Any]] = {}
+    for each in found:
+        groups.setdefault(key(each), []).append(each)
+    return groups
+
+
 def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
     """The rows that are figures, by name, for each file's name."""
-    runs: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
+    runs: list[list[dict[str, Any]]] = []
     for line in lines:
         if line["stage"] == "machine":
-            runs.append((line, []))
+            runs.append([line])
         elif line["stage"] != "hour":  # of which are lines around rows
-            runs[-1][1].append(line)
+            runs[-1].append(line)
     found: dict[str, dict[str, Row]] = {}
-    for machine, results in runs:
+    for machine, *results in runs:
         timed = [r for r in results if not {*TIMES, "host us"}.isdisjoint(r)]
-        made = [*map(_timed, timed)]
-        made += _checked(r for r in results if "worst" in r and r not in timed)
-        where = _where(machine, results)
-        of_file = found.setdefault(_file(machine), {})
-        of_file.update((row["row"], row | {"where": where}) for row in made)
+        checked = [r for r in results if "worst" in r and r not in timed]
+        kinds = _grouped(checked, lambda r: _kind(r["row"], r["stage"]))
+        rate = next((r[COPY] for r in results if COPY in r), 0.0)
+        rows = [
+            *(_timed(r, rate) for r in timed),
+            *(_checked(name, of) for name, of in kinds.items()),
+        ]
+        of_file, where = found.setdefault(_file(machine), {}), _where(machine, results)
+        of_file.update((row["row"], row | {"where": where}) for row in rows)
     return found
+
+
+def _kind(row: str, stage: str) -> str:
+    return f"{row.split(': ', maxsplit=1)[0]}: {stage}, {row.rsplit(', ', maxsplit=1)[-1]}"
 
 
 def _file(machine: dict[str, Any]) -> str:
@@ -93,44 +106,32 @@ def _where(machine: dict[str, Any], results: list[dict[str, Any]]) -> str:
     return "; ".join([*of_gpu, *copied, cpu, *versions, f"commit {machine['commit']}"])
 
 
-def right(result: dict[str, Any]) -> bool:
-    """Whether a row of a report has a result that no check calls wrong."""
-    checks = (result.get("passed", True), result.get("graph gives the same bits", True))
-    return "problem" not in result and all(checks)
-
-
 def digits(value: float, count: int = 4) -> str:
     """A number with so many digits that count, and no exponent."""
     return f"{float(f'{value:.{count}g}'):.12g}"
 
 
-def _timed(result: dict[str, Any]) -> Row:
+def _timed(result: dict[str, Any], rate: float) -> Row:
     row = dict.fromkeys(COLUMNS, "") | {name: result[name] for name in ("stage", "row")}
     row |= {name: digits(1e6 * result[name]["median"]) for name in TIMES if name in result}
     if "kernels" in result:
         row["kernels"] = digits(sum(n * us for n, us in result["kernels"].values()))
-    shares = {"roof": "of roof", "worst": "worst"}
-    row |= {name: digits(result[key], 3) for name, key in shares.items() if key in result}
-    if "host us" in result:
-        row["host"] = digits(result["host us"])
-    notes = {"no graph": "no graph" in result, "wrong": not right(result)}
+    if rate and "bytes" in result:
+        best = result.get("cold", result["called"])["median"]
+        row["roof"] = digits(result["bytes"] / rate / best, 3)
+    more = {"worst": ("worst", 3), "host": ("host us", 4)}
+    row |= {name: digits(result[key], n) for name, (key, n) in more.items() if key in result}
+    notes = {"no graph": "no graph" in result, "wrong": is_wrong(result)}
     return row | {"note": ", ".join(note for note, holds in notes.items() if holds)}
 
 
-def _checked(results: Iterable[dict[str, Any]]) -> list[Row]:
+def _checked(name: str, results: list[dict[str, Any]]) -> Row:
     """A row for the checks of a stage, backend and dtype, with the worst of them."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        who, dtype = result["row"].split(": ")[0], result["row"].split(", ")[-1]
-        kinds.setdefault(f"{who}: {result['stage']}, {dtype}", []).append(result)
-    made = []
-    for name, of_kind in kinds.items():
-        wrong = sum(not result["passed"] for result in of_kind)
-        cells = {"stage": of_kind[0]["stage"], "row": name, "note": f"{len(of_kind)} calls"}
-        cells["note"] += f", {wrong} wrong" if wrong else ""
-        cells["worst"] = digits(max(result["worst"] for result in of_kind), 3)
-        made.append(dict.fromkeys(COLUMNS, "") | cells)
-    return made
+    wrong = sum(not result["passed"] for result in results)
+    note = f"{len(results)} calls" + (f", {wrong} wrong" if wrong else "")
+    worst = digits(max(result["worst"] for result in results), 3)
+    cells = {"stage": results[0]["stage"], "row": name, "note": note, "worst": worst}
+    return dict.fromkeys(COLUMNS, "") | cells
 
 
 # ---- what docs/gpu.md says of them
@@ -212,10 +213,10 @@ def hosts(found: list[Row]) -> list[str]:
 def checks(found: list[Row]) -> str:
     """How many calls were checked, and how far off the worst was."""
     checked = [row for row in found if row["stage"] in ("smoke", "parity")]
-    counts = [[int(n) for n in re.findall(r"\d+", row["note"])] for row in checked]
-    calls, wrong = (sum(n[i] for n in counts if len(n) > i) for i in (0, 1))
     if not checked:
         return "No call of ours alone was checked."
+    counts = [[*map(int, re.findall(r"\d+", row["note"])), 0] for row in checked]
+    calls, wrong = (sum(of[i] for of in counts) for i in (0, 1))
     worst = max((row["worst"] for row in checked), key=float)
     return f"Of {calls} checked calls {wrong} exceed the parity rule; the worst has {worst} of it."
 

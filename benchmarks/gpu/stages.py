@@ -26,7 +26,7 @@ from ..cases import LIST, MANY_QUERIES, STEPS_ON_MEMORY, SUBJECT, Inputs, Shape,
 from ..contestants import Provider
 from ..contestants.parity import Oracle, prepare
 from ..contestants.registry import by_name
-from ..measure import GPU_CALLS, GpuCall, graphs, interleave, synchronize
+from ..measure import GPU_CALLS, GpuCall, in_turns, interleave, synchronize
 from . import Row, rows
 from .user import user
 
@@ -61,15 +61,15 @@ _draw = functools.lru_cache(1)(draw)  # rows of one shape follow each other
 def inputs_of(case: GpuCase, device: torch.device) -> Inputs:
     """The tensors of a case, on the device and in its dtype."""
     drawn, dtype = _draw(case.shape), getattr(torch, case.dtype)
-    moved = {}
-    for field in fields(drawn):
-        tensor = getattr(drawn, field.name)
-        if tensor is not None:
-            tensor = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
-        moved[field.name] = tensor
-    if drawn.values is drawn.keys:
-        moved["values"] = moved["keys"]
-    inputs = replace(drawn, **moved)
+
+    def moved(x: Tensor | None) -> Tensor | None:
+        floats = x is not None and x.is_floating_point()
+        return x if x is None else x.to(device, dtype if floats else None, copy=True)
+
+    found = {field.name: moved(getattr(drawn, field.name)) for field in fields(drawn)}
+    inputs = replace(
+        drawn, **found | ({"values": found["keys"]} if drawn.values is drawn.keys else {})
+    )
     inputs.require_grad(case.train)
     return inputs
 
@@ -94,15 +94,6 @@ def _settings(case: GpuCase) -> Iterator[None]:
 def subject(case: GpuCase) -> Provider:
     """Ours, as it serves the task."""
     return by_name(SUBJECT[case.task])
-
-
-def alone(case: GpuCase, device: torch.device) -> dict[str, Any]:
-    """One call, and nothing else but what copies its inputs: the reference is not run."""
-    with _settings(case):
-        inputs = inputs_of(case, device)
-        prepare(subject(case).build(case.task, inputs), case.train, inputs.grad_context)()
-    synchronize(device)
-    return {}
 
 
 def poisoned(case: GpuCase, device: torch.device) -> dict[str, Any]:
@@ -142,15 +133,12 @@ def timed(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, 
     with _settings(case):
         call, result = checked(case, provider, device)
         result["bytes"] = least_bytes(case, call(), device)
-        calls, found = {"called": GpuCall(call, device)}, graphs(call, device, GPU_CALLS, cold=True)
-        if isinstance(found, str):
-            result["no graph"] = found
-        else:
-            calls |= found
-            if provider.group == "ours":
+        times, found = in_turns(call, device, GPU_CALLS, cold=True)
+        if provider.group == "ours":
+            if found:
                 result["graph gives the same bits"] = repeats_bits(call, found["cold"])
-        result |= interleave(calls, measure.GPU_SECONDS).packed()
-        return result | (kernels(call, device) if provider.group == "ours" else {})
+            result |= kernels(call, device)
+        return result | times
 
 
 def kernels(call: Callable[[], Any], device: torch.device, calls: int = 10) -> dict[str, Any]:
@@ -200,7 +188,6 @@ SMALL = (
 WIDE = Shape("step-256", 256, 1, 400, 512)
 _BY_NAME = {shape.name: shape for shape in (*LIST, *STEPS_ON_MEMORY)}
 STEP, PARALLEL = _BY_NAME["step-64"], (_BY_NAME["parallel-16"], *reversed(MANY_QUERIES))
-LENS = replace(STEP, name="step-64-lens", lens="drawn")
 # What ours and the others are timed on.
 CALLS = (
     *(GpuCase("", shape, "step") for shape in (STEP, WIDE)),
@@ -228,7 +215,7 @@ ACCEPTANCE = (
     *((shape, "projected", True) for shape in (WIDE, *PARALLEL)),
 )
 # Who is compared, the one that tunes itself last.
-RIVALS = ("expert", "rewrite eager", "compiled", "d2l eager", "ours compiled", "compiled, tuned")
+RIVALS = ("expert", "d2l eager", "compiled, tuned")
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
@@ -247,58 +234,49 @@ def _of_each_dtype(ways: Iterable[tuple[Shape, str, bool]]) -> list[GpuCase]:
     return [GpuCase("", *way[:2], dtype, way[2]) for way, dtype in product(ways, DTYPES)]
 
 
+def _row(kind: Callable[..., Any], case: GpuCase, device: torch.device, rival: str = "") -> Row:
+    """A row of ours, or of a rival."""
+    who = (by_name(rival) if rival else subject(case),) if kind is not poisoned else ()
+    seconds = TUNED_SECONDS if "compiled" in rival else ROW_SECONDS
+    return Row(f"{rival or case.backend}: {case.call}", seconds, partial(kind, case, *who, device))
+
+
 def smoke(device: str) -> list[Row]:
     """Every kernel of every backend in each dtype, small calls first."""
     where = torch.device(device)
-    cases = _served(_of_each_dtype([*SMALL, *ACCEPTANCE]), where)
-    return [Row(str(case), ROW_SECONDS, partial(poisoned, case, where)) for case in cases]
-
-
-def _contest(
-    kind: Callable[..., Any], name: str, case: GpuCase, who: Provider, where: torch.device
-) -> Row:
-    seconds = TUNED_SECONDS if "compiled" in who.name else ROW_SECONDS
-    return Row(f"{name}: {case.call}", seconds, partial(kind, case, who, where))
+    return [_row(poisoned, c, where) for c in _served(_of_each_dtype([*SMALL, *ACCEPTANCE]), where)]
 
 
 def time(device: str) -> list[Row]:
-    """The roof; ours, every shape in time and kernel by kernel; masks, fused modules."""
+    """The roof; ours, every shape in time and kernel by kernel."""
     where = torch.device(device)
-    rows = [Row("roof", ROW_SECONDS, partial(copy_rate, where))]
-    for case in _served((*CALLS, *OURS_ALONE), where):
-        rows.append(_contest(timed, case.backend, case, subject(case), where))
-    forms = [("W_q in front", GpuCase("auto", HIDDEN[n], "step")) for n in (128, 256)]
-    forms += [
-        (name, GpuCase("auto", LENS, "full", train=train))
-        for name, train in product(("ours, masked", "d2l fused"), (False, True))
-    ]
-    return rows + [_contest(timed, n, case, by_name(n), where) for n, case in forms]
+    roof = Row("roof", ROW_SECONDS, partial(copy_rate, where))
+    return [roof, *(_row(timed, case, where) for case in _served((*CALLS, *OURS_ALONE), where))]
 
 
-def _contests(kind: Callable[..., Any], device: str, among: Iterable[str]) -> list[Row]:
-    """Every rival in every call that it serves."""
+def rivals(device: str, kind: Callable[..., Any] = timed, among: str = "") -> list[Row]:
+    """What ours is compared with, rival by rival, in every call that it serves."""
     return [
-        _contest(kind, name, replace(case, backend="auto"), by_name(name), torch.device(device))
-        for name, case in product(among, CALLS)
-        if case.task in by_name(name).builders
+        _row(kind, replace(case, backend="auto"), torch.device(device), name)
+        for name, case in product(RIVALS, CALLS)
+        if among in name and case.task in by_name(name).builders
     ]
 
 
 def build(device: str) -> list[Row]:
     """What the rivals compile, in several processes, for the next stage."""
-    return _contests(built, device, [name for name in RIVALS if "compiled" in name])
-
-
-def rivals(device: str) -> list[Row]:
-    """What ours is compared with, rival by rival."""
-    return _contests(timed, device, RIVALS)
+    return rivals(device, built, "compiled")
 
 
 def main(backend: str, dtype: str, device: str = "cuda") -> None:
     """The small calls of a backend in a dtype, for a sanitizer: no reference runs beside them."""
     for case in _served(_of_each_dtype(SMALL), torch.device(device)):
         if (case.backend, case.dtype) == (backend, dtype):
-            alone(case, torch.device(device))
+            with _settings(case):
+                inputs = inputs_of(case, torch.device(device))
+                call = subject(case).build(case.task, inputs)
+                prepare(call, case.train, inputs.grad_context)()
+            synchronize(torch.device(device))
             print(case)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -27,13 +26,13 @@ from bahdanau_fast import backends
 from .. import measure
 from ..contestants import CourseAttention
 from ..decoders import DROP_IN, FUSE, NONE, OURS, OWN, TASKS, Judge, Setting, Work, worst
-from ..measure import GpuCall, graphs, interleave, synchronize
+from ..measure import GpuCall, in_turns, interleave
 from ..worker import ROOT
 from . import Row
 
 sys.path.append(str(ROOT / "tests" / "support"))  # where public code is written again
 ROW_SECONDS = {"cuda": 60.0, "cpu": 300.0}
-COMPILED_SECONDS = 90.0
+COMPILED_SECONDS, COMPILER = 90.0, "inductor"
 GRAPHED, COMPILED = ", graphed", ", compiled"
 WAYS = {False: "forward", True: "forward + backward"}
 HOST = (*product(("module", "function"), WAYS), ("attend", False))
@@ -117,28 +116,6 @@ def _text(sizes: tuple[int, ...]) -> str:
     return str(sizes).replace(" ", "")
 
 
-class _Host(GpuCall):
-    """Until a call returns, whether or not the GPU is done."""
-
-    def seconds(self, repeats: int) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            self._call()
-        took = time.perf_counter() - start
-        synchronize(self._device)
-        return took / repeats
-
-
-def _timed(call: Callable[[], Any], device: torch.device, holds: int) -> dict[str, Any]:
-    """Seconds of a call, and from a graph of so many."""
-    timed = {"called": GpuCall(call, device)}
-    found = graphs(call, device, holds, cold=False) if holds else "not asked for"
-    told = {"no graph": found} if isinstance(found, str) else {}
-    timed |= {} if isinstance(found, str) else found
-    return interleave(timed, measure.GPU_SECONDS).packed() | told
-
-
 def _told(share: float, report: Any, who: str) -> dict[str, Any]:
     """The verdict, and whether ``fuse`` computes the calls: not where it does not pay."""
     told = {"passed": share <= 1, "worst": share}
@@ -150,7 +127,7 @@ def _told(share: float, report: Any, who: str) -> dict[str, Any]:
 def _compile(module: nn.Module, who: str) -> None:
     if who.endswith(COMPILED):
         torch._dynamo.reset()  # beyond a few compilations of the same code it would stay eager
-        module.compile(backend="bahdanau_fast" if FUSE in who else "inductor")
+        module.compile(backend="bahdanau_fast" if FUSE in who else COMPILER)
 
 
 def _call(
@@ -196,9 +173,9 @@ def _step(
             call()
         told = _told(worst(_named(call()), own, exact), report, who)
         if not ready:
-            return told | _timed(call, device, measure.GPU_CALLS)
-        host = interleave({"host": _Host(call, device)}, measure.GPU_SECONDS).time("host")
-        return told | {"host us": 1e6 * host.median}
+            return told | in_turns(call, device, measure.GPU_CALLS, cold=False)[0]
+        host = {"host": GpuCall(call, device, host=True)}
+        return told | {"host us": 1e6 * interleave(host, measure.GPU_SECONDS).time("host").median}
 
 
 _judge = functools.lru_cache(1)(Judge)
@@ -219,7 +196,7 @@ def _decoder(who: str, device: torch.device, task: str, setting: Setting) -> dic
             torch.cuda.make_graphed_callables(decoder, (work.target, given))
     if kind != NONE:
         told = _told(_judge(setting, task, device).worst(work), work.report, who)
-    told |= _timed(getattr(work, task), device, holds=int(task == "decode"))
+    told |= in_turns(getattr(work, task), device, int(task == "decode"), cold=False)[0]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         getattr(work, task)()

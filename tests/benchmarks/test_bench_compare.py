@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.cases import TOY
-from benchmarks.compare import Difference, judge
+from benchmarks.compare import NEW, OLD, Difference, judge
 from benchmarks.contestants.parity import build_in
 from benchmarks.measure import Timings
 from benchmarks.worker import ROOT, Worker, WorkerError
@@ -48,15 +48,11 @@ PLANTED = """
 def test_the_interval_is_students():
     # By hand: logarithms 0.1, 0.2, 0.3 have mean 0.2 and standard error 0.1 / sqrt(3); the 99.5 %
     # point of Student's t with two degrees of freedom is 9.925.
-    pairs = [Timings({"new": [math.exp(x)], "old": [1.0]}) for x in (0.1, 0.2, 0.3)]
-    found = judge(pairs, "new", "old")
-    assert found.ratio == pytest.approx(math.exp(0.2))
+    pairs = [Timings({NEW: [math.exp(x)], OLD: [1.0]}) for x in (0.1, 0.2, 0.3)]
     half = 9.925 * 0.1 / math.sqrt(3)
-    assert found.high == pytest.approx(math.exp(0.2 + half), rel=1e-3)
-    assert found.low == pytest.approx(math.exp(0.2 - half), rel=1e-3)
-    assert judge(pairs, "new", "old", rows=12).high > found.high
-    with pytest.raises(ValueError, match="at least 2, got 1"):
-        judge(pairs[:1], "new", "old")
+    want = math.exp(0.2), math.exp(0.2 - half), math.exp(0.2 + half)
+    assert judge(pairs) == pytest.approx(want, rel=1e-3)
+    assert judge(pairs, rows=12).high > want[2]
 
 
 @pytest.mark.parametrize(
@@ -75,23 +71,19 @@ def test_words(low, high, word):
 
 @pytest.mark.deep
 def test_two_versions_in_processes_of_their_own(tmp_path):
-    sides = {}
+    sides = {"old": tmp_path / "old", "new": tmp_path / "new"}
     for name, slower in (("old", 1.0), ("new", 1.15)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "bahdanau_fast").symlink_to(ROOT / "bahdanau_fast")
+        sides[name].mkdir()
+        (sides[name] / "bahdanau_fast").symlink_to(ROOT / "bahdanau_fast")
         text = textwrap.dedent(PLANTED).replace("SLOWER", str(slower))
-        (folder / "planted.py").write_text(text)
-        sides[name] = compare.Side(name, folder)
+        (sides[name] / "planted.py").write_text(text)
     rows = [
         compare.Comparison(name, "full", TOY, source="planted")
         for name in ("steady", "changed", "wrong")
     ]
     verdicts, problems = compare.compare(sides, rows, pairs=3, seconds=0.1)
-    assert {row.provider: verdict.word for row, verdict in verdicts.items()} == {
-        "steady": "no difference",
-        "changed": "slower",
-    }
+    words = {row.provider: verdict.word for row, verdict in verdicts.items()}
+    assert words == {"steady": "no difference", "changed": "slower"}
     assert verdicts[rows[1]].ratio == pytest.approx(1.15, rel=0.02)
     assert "fails parity" in problems[rows[2]]
     text = "\n".join(compare.lines(verdicts, problems))
@@ -100,9 +92,8 @@ def test_two_versions_in_processes_of_their_own(tmp_path):
 
 
 def test_a_process_that_imports_something_else_is_not_measured(tmp_path):
-    sides = {name: compare.Side(name, tmp_path) for name in ("old", "new")}
     with pytest.raises(WorkerError, match="was to be found in"):
-        compare.compare(sides, compare.ROWS[:1], pairs=2, seconds=0.01)
+        compare.compare({"old": tmp_path, "new": tmp_path}, compare.ROWS[:1], 2, 0.01)
 
 
 def test_a_process_says_what_is_wrong_and_goes_on():

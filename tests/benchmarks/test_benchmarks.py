@@ -1,18 +1,23 @@
-"""The benchmarks measure what they say: a wrong result is not timed, a slowdown is seen."""
+"""The benchmarks measure what they say: a wrong result is not timed, the pages say the figures."""
 
+import json
 import time
 
 import pytest
 import torch
+from threads import one_thread  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import tables
+from benchmarks import __main__ as command
+from benchmarks import page, tables
 from benchmarks.__main__ import Runner
-from benchmarks.cases import LIST, SUBJECT, Case, Shape, cases, draw
+from benchmarks.cases import LIST, SUBJECT, TOY, Case, Shape, cases, draw
 from benchmarks.contestants import TASKS, Provider, Runnable
-from benchmarks.contestants.parity import Oracle, prepare
-from benchmarks.contestants.registry import PROVIDERS, by_name
+from benchmarks.contestants.parity import Oracle
+from benchmarks.contestants.registry import LIBRARIES, PROVIDERS, by_name
+from benchmarks.machine import rows_text
 from benchmarks.measure import MemoryRead, Spread, Timings, interleave
+from benchmarks.tables import runs
 
 SMALL = Shape("small", 3, 2, 7, 16, value_size=5, lens="drawn")
 SAME = Shape("values-are-keys", 3, 1, 7, 16, lens="full")
@@ -64,8 +69,9 @@ def test_the_gate_rejects_a_wrong_provider(change):
 
 def test_the_gate_rejects_a_baseline_that_computes_something_else():
     planted = wrong(lambda context, weights: (context * 1.01, weights), "eager", "rewrite eager")
-    row = Runner(providers=[planted], seconds=0.001).row(Case("shapes", SMALL, "full"))
-    assert failed(row) == ["planted"]
+    assert failed(Runner([planted], seconds=0.001).row(Case("shapes", SMALL, "full"))) == [
+        "planted"
+    ]
 
 
 def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
@@ -94,7 +100,7 @@ def test_a_wrong_row_among_unchecked_rows_is_all_that_can_pass(monkeypatch):
     # A decoder feeds the context back, so a loop needs Dv = Dq.
     [(SMALL, task) for task in TASKS if task != "loop"] + [(SAME, task) for task in TASKS],
 )
-def test_every_provider_passes_the_gate(monkeypatch, shape, task):
+def test_every_provider_passes_the_gate_and_gives_every_gradient(monkeypatch, shape, task):
     monkeypatch.setattr("benchmarks.contestants.DECODE_STEPS", 3)
     train = task != "step"
     inputs = draw(shape)
@@ -103,8 +109,13 @@ def test_every_provider_passes_the_gate(monkeypatch, shape, task):
     with torch.set_grad_enabled(train):
         for provider in EAGER_AND_OURS:
             if task in provider.builders:
-                verdict = oracle.check(provider.build(task, inputs), provider.group, train)
+                call, verdict = oracle.checked(provider, task, train)
                 assert verdict.passed, (provider.name, verdict)
+                for gradient, leaf in (
+                    zip(call(), inputs.leaves(task), strict=True) if train else ()
+                ):
+                    assert gradient.shape == leaf.shape
+                    assert gradient.abs().max() > 0
 
 
 class _Projections(TorchDispatchMode):
@@ -150,19 +161,6 @@ def test_rounds_have_orders_of_their_own():
     assert len(set(rounds)) > 1
 
 
-def test_a_training_step_gives_every_gradient():
-    inputs = draw(SMALL)
-    inputs.require_grad(True)
-    for provider in EAGER_AND_OURS:
-        if "full" not in provider.builders:
-            continue
-        runnable = provider.build("full", inputs)
-        gradients = prepare(runnable, True, inputs.grad_context)()
-        for gradient, leaf in zip(gradients, inputs.leaves("full"), strict=True):
-            assert gradient.shape == leaf.shape
-            assert gradient.abs().max() > 0
-
-
 def test_every_row_has_somebody_to_compare():
     for case in cases():
         able = [p for p in PROVIDERS if case.task in p.builders]
@@ -178,3 +176,77 @@ def test_the_bandwidth_is_of_all_of_the_buffer():
     read = MemoryRead(1 << 20)
     assert float(read()) == 1 << 18
     assert read.bytes_per_second(Timings({"read": [2.0, 0.5, 1.0]}), "read") == 2 << 20
+
+
+# ---- figures, pages, other libraries -------------------------------------------------------------
+
+PEER = Shape("peer", 3, 1, 7, 16, lens="drawn")
+
+
+def test_docs_and_readme_say_what_the_committed_figures_say():
+    for path, text in page.generated().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m benchmarks.page"
+
+
+@pytest.mark.parametrize(
+    ("medians", "leads"),
+    [
+        ({"ours module": 2, "d2l eager": 3, "compiled": 2.5}, True),
+        ({"ours module": 2, "d2l eager": 3, "compiled": 1.5}, False),
+        ({"ours module": 2, "ours op": 1, "d2l eager": 3}, True),
+        ({"d2l eager": 3}, False),
+    ],
+)
+def test_ours_leads_where_no_baseline_is_faster(medians, leads):
+    row = {"task": "full", "seconds": {name: {"median": t} for name, t in medians.items()}}
+    assert page.leads(row) == leads
+
+
+def test_a_file_has_a_line_for_each_row():
+    figures = {"machine": {"cpu": "x"}, "rows": [{"a": [1, 2]}, {"a": "é"}], "none": []}
+    text = rows_text(figures)
+    assert json.loads(text) == figures
+    assert text.splitlines()[3:5] == ['{"a": [1, 2]},', '{"a": "é"}']
+
+
+def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, capsys):
+    wanted = [
+        Case("step", TOY, "step"),
+        Case("shapes", PEER, "full"),
+        Case("bandwidth", PEER, "scan"),
+    ]
+    few = [provider for provider in PROVIDERS if provider.group != "compiled"]
+    monkeypatch.setattr(command, "cases", lambda only: [] if only else wanted)
+    monkeypatch.setattr(command, "Runner", lambda: Runner(few, seconds=1e-4, min_rounds=3))
+    assert command.main(["--out", str(tmp_path), "--note", "a trial"]) == 0
+    (run,) = runs(tmp_path)
+    text = "\n".join(page.of_machine(run))
+    assert "a trial" in text
+    assert f"In {page.leads(run['rows'][1]):d} of 1 rows" in text
+    ours, d2l = (run["rows"][0]["seconds"][n]["median"] for n in ("ours memory", "d2l eager"))
+    (line,) = (line for line in text.splitlines() if line.startswith("| one decoder step (2, 1"))
+    assert f" {1e3 * ours:.3g} ms " in line
+    assert f" {d2l / ours:.1f}x " in line
+    row = run["rows"][2]
+    rate = 4 * 3 * 7 * 32 / row["seconds"]["ours op"]["median"]
+    share = rate / row["dram_read"]["bytes_per_second"]
+    assert f" ours op reads {rate / 1e9:.1f} GB/s, {share:.0%} (" in text
+    printed = capsys.readouterr().out
+    assert "| peer (3, 1, 7, 16)   | full, forward " in printed
+    assert text in printed
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--only", "no-such-table", "--out", str(tmp_path / "none")])
+    assert "--only must name a table or a shape, got 'no-such-table'" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("provider", LIBRARIES, ids=lambda provider: provider.name)
+def test_a_peer_gives_our_result_in_a_process_of_its_own_or_says_why_not(provider):
+    ours = by_name("ours memory")
+    with Runner([ours, by_name("ours op"), provider], seconds=0.001) as runner:
+        for task in provider.builders:
+            row = runner.row(Case("peers", PEER, task, extra=(provider.name,)))
+            assert list(runner._workers) == [provider.name]
+            skipped = row["skipped"].get(provider.name, "")
+            assert provider.name in row["seconds"] or "is not installed" in skipped
+            assert provider.name not in runner.row(Case("step", PEER, task))["skipped"]

@@ -13,10 +13,8 @@ from benchmarks.gpu.hour import experiments
 from ptx_machine import needs_compiler
 
 ROOT = Path(__file__).parents[2]
-# What bounds large sizes cuts nothing where a dry run makes calls small; of two backends a
-# pretended GPU has one.
-ALIKE = {"_SCRATCH", "_TERM_BYTES", "_MOST_IN_TURN", "WHOLE_TILES"}
-ALIKE |= {"GPU_STEP_QUERIES", "GPU_STEP_HIDDEN", "GPU_STEP_FEATURES"}
+# Of two backends a pretended GPU has one.
+ALIKE = {"GPU_STEP_QUERIES", "GPU_STEP_HIDDEN", "GPU_STEP_FEATURES"}
 
 
 @needs_compiler
@@ -46,11 +44,9 @@ def test_a_dry_run_makes_every_experiment(tmp_path):
 
 
 def test_every_mark_has_an_experiment(tmp_path):
-    sources = decide.of_sources()
-    marked = {constant.name for constant in sources if constant.marked}
-    swept = {sweep.constant for sweep in SWEEPS}
+    marked = {constant.name for constant in decide.of_sources() if constant.marked}
     assert len(marked) >= 9
-    assert marked <= swept <= {constant.name for constant in sources}
+    assert marked == {sweep.constant for sweep in SWEEPS}
     for folder in decide.FOLDERS:
         (tmp_path / folder).mkdir()
     (tmp_path / "kernels/plans.py").write_text("# not measured: it.\n_NEW = 3\n\n# not measured.\n")
@@ -78,27 +74,29 @@ def measured(name, **times):
     return [
         {"stage": "lab", "row": f"{name} {way}: {call}", "constant": name, "call": str(call),
          "way": way, "graph": {"median": 1e-6 * us}, "differs": 0.0}
-        | ({"size": sweep.size(call)} if sweep.size else {})
         for way, of in times.items()
         for call, us in zip(sweep.calls, of, strict=True)
     ]  # fmt: skip
 
 
+BYTES = "_PROJECT_BYTES"
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        # W_q of 8 to 512 KB, of which each block of a cluster reads an eighth, pays inside.
+        # W_q of 8, 32, 128 and 512 KB; four times 32 KB; 512 KB.
         (
-            measured("kOwnWeight", within=[1, 1, 9, 9, 9, 1], beyond=[2] * 6),
-            "kOwnWeight = 8 * 1024 stays",
+            measured(BYTES, within=[1, 1, 1, 9, 1, 9], beyond=[2] * 6),
+            "_PROJECT_BYTES = 128 * 1024 stays",
         ),
         (
-            measured("kOwnWeight", within=[1] * 6, beyond=[2] * 6),
-            "write kOwnWeight = 65536: 1.41",
+            measured(BYTES, within=[1, 9, 9, 9, 9, 9], beyond=[2] * 6),
+            "write _PROJECT_BYTES = 8192: 2.12",
         ),
         (
-            measured("kSharedWeight", within=[1, 1, 3, 3], beyond=[2, 2, 2, 2]),
-            "write kSharedWeight = 131072: 1.41 times as fast",
+            measured(BYTES, within=[1] * 6, beyond=[2] * 6),
+            "write _PROJECT_BYTES = 524288: 1.26 times as fast",
         ),
         (
             measured("kMostScores", **{"1024": [9], "2048": [8], "4096": [7], "8192": [6.95]}),
@@ -112,3 +110,12 @@ def measured(name, **times):
 )
 def test_a_verdict(lines, said):
     assert [line for line in decide.report(lines) if said in line]
+
+
+def test_what_is_wrong_is_said_and_not_chosen():
+    lines = measured("kMostScores", **{"1024": [3], "2048": [8], "4096": [9], "8192": [10]})
+    lines[0]["differs"] = 0.5
+    said = "\n".join(decide.report([{"stage": "check", "row": "check", "passed": False}, *lines]))
+    assert said.startswith("NOT WELL: check: ")
+    assert "1024: its results differ by 0.5 of the largest number" in said
+    assert "write kMostScores = 2048: 1.12 times as fast" in said

@@ -1,32 +1,45 @@
-"""What rows of the GPU report compute, on the CPU and in Triton's interpreter."""
+"""What rows of the GPU report compute, on the CPU and in Triton's interpreter; tables of them."""
 
 import json
 import math
 import os
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from fresh import ROOT, python
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks import gpu_report
+from bahdanau_fast.fuse import choice, look
+from benchmarks import decoders, gpu_report, measure
 from benchmarks.cases import Shape
+from benchmarks.contestants import CourseAttention
 from benchmarks.contestants.registry import by_name
-from benchmarks.gpu import stages
+from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
+from benchmarks.gpu import is_wrong, rows, stages, user
 from benchmarks.gpu.stages import GpuCase
 from benchmarks.measure import GpuCall, captured, interleave
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
-
-
 CASES = [
     GpuCase("cpu", TINY, "step", "float32"),
     GpuCase("reference", TINY, "projected", train=True),
     GpuCase("cpu", TINY, "full", "float16"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(user, "SIZES", user.TINY)
+    monkeypatch.setattr(choice, "PAYS", float("inf"))  # calls as small run as written
+    monkeypatch.setattr(look, "_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "GPU_SECONDS", 1e-3)
+    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-4)
+    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -48,20 +61,6 @@ def test_what_a_call_has_to_move():
     case = GpuCase("cpu", TINY, "projected", "float32")
     assert stages.timed(case, by_name("ours op"), CPU)["bytes"] == read + 4 * 2 * (8 + 5)
     assert stages.timed(replace(case, train=True), by_name("ours op"), CPU)["bytes"] == 3 * read
-
-
-LENS = replace(TINY, lens="drawn")
-FORMS = [
-    ("W_q in front", GpuCase("cpu", TINY, "step", "float32")),
-    ("ours, masked", GpuCase("cpu", LENS, "full", "float32", True)),
-    ("d2l fused", GpuCase("cpu", LENS, "full", "float32", True)),
-    ("ours compiled", GpuCase("cpu", TINY, "full", "float32")),
-]
-
-
-@pytest.mark.parametrize(("name", "case"), FORMS, ids=lambda x: x if isinstance(x, str) else "")
-def test_ours_as_users_meet_it_is_right(name, case):
-    assert stages.built(case, by_name(name), CPU)["passed"]
 
 
 def test_every_row_has_a_name():
@@ -103,9 +102,8 @@ def test_a_wrong_result_is_wrong(kind, monkeypatch):
     provider = replace(ours, builders={"projected": lambda _: changed})
     monkeypatch.setattr(stages, "subject", lambda _: provider)
     result = stages.poisoned(case, CPU)
-    assert (
-        gpu_report.right(result) == result["passed"] == (result["worst"] <= 1) == (kind == "right")
-    )
+    assert result["passed"] == (result["worst"] <= 1) == (kind == "right")
+    assert is_wrong(result | {"stage": "smoke"}) == (kind != "right")
     assert math.isinf(result["worst"]) == (kind == "not written")
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -142,9 +140,7 @@ def test_rows_in_the_interpreter(tmp_path):
     file.write_text(INTERPRETED)
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     done = python("-W", "ignore", str(file), cwd=ROOT, PYTHONPATH=path, TRITON_INTERPRET="1")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 3
-    assert all(row["passed"] for row in rows), rows
+    assert [json.loads(line)["passed"] for line in done.stdout.splitlines()] == [True] * 3
 
 
 def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
@@ -166,3 +162,157 @@ def test_a_graph_that_writes_nothing_or_other_bits_is_found(value, same):
         return kept
 
     assert stages.repeats_bits(lambda: (torch.ones(3), None), replay) == same
+
+
+# ---- what a user feels ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compiled_rows_come_last_and_graphs_need_a_gpu(device, monkeypatch):
+    monkeypatch.setattr(user, "SIZES", user.TINY | {"compiled": None})
+    found = [(row.name, row.seconds) for row in user.user(device)]
+    compiled = ["compiled" in name for name, _ in found]
+    assert compiled == sorted(compiled)
+    wanted = {user.ROW_SECONDS[device], user.COMPILED_SECONDS}
+    assert {seconds for _, seconds in found} == wanted
+    for part in ("graphed: training step", "compiled: training step"):
+        assert any(part in name for name, _ in found) == (device == "cuda")
+
+
+@pytest.mark.parametrize("who", [OWN, DROP_IN, FUSE, OURS])
+def test_a_decoder_is_what_a_graph_can_be_made_of(who, monkeypatch):
+    made = []
+
+    def make(module, arguments):  # runs what CUDA would capture, and asks for the same gradients
+        given, found = tree_leaves(arguments), tree_leaves(module(*arguments))
+        assert all(isinstance(x, torch.Tensor) for x in given)
+        outputs = [x for x in found if x.requires_grad]
+        asked = [x for x in (*given, *module.parameters()) if x.requires_grad]
+        made.extend(torch.autograd.grad(outputs, asked, [torch.ones_like(x) for x in outputs]))
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
+    result = user._decoder(f"{who}, graphed", CPU, "train", user.TINY["decoder"])
+    assert result["passed"]
+    assert len(made) == 12  # source and state, three of attention, seven of other layers
+    assert all(x.any() for x in made)
+
+
+class Wrong(CourseAttention):
+    """Ignores the lengths."""
+
+    def forward(self, queries, keys, values, valid_lens):
+        return super().forward(queries, keys, values, None)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "training step (3,4,5,8), float32",
+        "greedy decode (3,4,5,8), float32",
+        "module call (2,1,5,8), forward",
+        "module call (2,1,5,8), forward + backward",
+    ],
+)
+def test_a_wrong_decoder_or_module_is_seen(call, monkeypatch):
+    wrong = partial(decoders._CourseDecoder, Wrong)
+    monkeypatch.setitem(decoders.DECODERS, DROP_IN, wrong)
+    monkeypatch.setattr(user.bf, "AdditiveAttention", Wrong)
+    found = {row.name: row for row in user.user("cpu")}
+    assert found[f"{OWN}: {call}"].compute()["passed"]
+    result = found[f"{DROP_IN}: {call}"].compute()
+    assert result["worst"] > 1
+    assert not result["passed"]
+
+
+# ---- what becomes of a report --------------------------------------------------------------------
+
+
+def spread(us):
+    return {"median": us * 1e-6, "p20": 0.0, "p80": 1.0}
+
+
+REPORT = [
+    {"stage": "machine", "row": "machine", "gpu": "Planted X1, 7 multiprocessors", "cpu": "x",
+     "cores": "16 (16 threads)", "torch": "2.11.0", "commit": "abc"},
+    {"stage": "time", "row": "roof", rows.COPY: 2.5e12},
+    {"stage": "smoke", "row": "cuda: a (1,1,1,1), step, float32", "passed": True, "worst": 0.25},
+    {"stage": "smoke", "row": "cuda: b (1,1,1,1), step, float32", "passed": False, "worst": 1.5},
+    {"stage": "time", "row": "cuda: a (1,1,1,1), step, forward, bfloat16", "passed": True,
+     "worst": 0.5, "called": spread(12.3456), "no graph": "it failed", "bytes": 3810333,
+     "kernels": {"x": (2.0, 1.5), "y": (1.0, 4.25)}},
+    {"stage": "user", "row": "cuda: module (1,1,1,1), forward, float32", "host us": 1234.56},
+    {"stage": "time", "row": "cuda: c", "problem": "killed"},
+]  # fmt: skip
+
+
+def test_a_report_becomes_rows(tmp_path, capsys):
+    report, path = tmp_path / "report.jsonl", tmp_path / "gpu-x1.csv"
+    report.write_text("\n".join(map(json.dumps, REPORT)))
+    rows.main(report, tmp_path)
+    assert str(path) in capsys.readouterr().out
+    assert path.read_text().splitlines() == [
+        ",".join(rows.COLUMNS),
+        "# Planted X1, 7 multiprocessors; copies 2.5 TB/s; x, 16 cores; torch 2.11.0; commit abc",
+        'time,"cuda: a (1,1,1,1), step, forward, bfloat16",12.35,,,7.25,,0.123,0.5,no graph',
+        'user,"cuda: module (1,1,1,1), forward, float32",,,,,1235,,,',
+        'smoke,"cuda: smoke, float32",,,,,,,1.5,"2 calls, 1 wrong"',
+    ]
+    times = {"called": spread(2), "graph": spread(1), "cold": spread(3), "passed": False}
+    again = {name: x for name, x in (REPORT[4] | times).items() if name != "no graph"}
+    report.write_text("\n".join(map(json.dumps, [REPORT[0] | {"commit": "def"}, again])))
+    rows.main(report, tmp_path)
+    (found,) = rows.measured(folder=tmp_path)
+    assert [row["where"][-3:] for row in found] == ["def", "abc", "abc"]
+    assert [found[0][name] for name in (*rows.TIMES, "note")] == ["2", "1", "3", "wrong"]
+
+
+def planted(stage, name, where="X1, 7; commit a", **cells):
+    return {**dict.fromkeys(rows.COLUMNS, ""), "stage": stage, "row": name, "where": where, **cells}
+
+
+STEP, MANY = "s (2,1,3,4), step", "m (2,9,3,4), projected"
+FELT = partial(planted, "user", where="X1, 7; commit b")
+FOUND = [
+    planted("time", f"cuda: {STEP}, forward, bfloat16", called="50", kernels="7.125"),
+    planted("time", f"triton: {STEP}, forward, bfloat16", called="60", graph="8.5", kernels="8"),
+    planted("time", f"triton: {MANY}, forward, float32", graph="20"),
+    planted("time", f"triton: {MANY}, forward + backward, float32", graph="45678"),
+    planted("rivals", f"expert: {STEP}, forward, bfloat16", called="70"),
+    planted("rivals", f"d2l eager: {MANY}, forward + backward, float32", graph="99"),
+    planted("smoke", "cuda: smoke, float32", worst="0.5", note="9 calls"),
+    planted("smoke", "triton: smoke, float32", worst="1.5", note="4 calls, 2 wrong"),
+    FELT(f"own module: {rows.TRAINING}", called="2000"),
+    FELT(f"drop-in: {rows.TRAINING}", called="3000", graph="500"),
+    FELT(f"AttentionGRU: {rows.TRAINING}", called="700", note="not measured"),
+    FELT(f"own module, graphed: {rows.TRAINING}", called="1500"),
+    FELT(f"drop-in, graphed: {rows.TRAINING}", called="1250"),
+    FELT("no attention: a translator", called="5", note="not measured: hidden"),
+    FELT("own module: f (2,1,3,4), forward", host="12"),
+    FELT("drop-in, cuda: f (2,1,3,4), forward", host="38"),
+]
+
+
+def test_the_tables_have_who_by_call():
+    lines = [re.sub(" +", " ", line) for line in rows.block(FOUND)]
+    training = rows.TRAINING.partition("), ")[2]
+    assert lines == [
+        "X1, 7; commit a. Of 13 checked calls 2 exceed the parity rule; the worst has 1.5 of it.",
+        "",
+        "| milliseconds | own module | drop-in | AttentionGRU |",
+        lines[3],
+        f"| {rows.TRAINING} | 2 | 3/0.5 | 0.7\\* |",
+        f"| {training}, graphed | 1.5 | 1.25 | |",
+        "",
+        "\\* not measured.",
+        "",
+        "Of this table: commit b.",
+        "",
+        "Until a call returns, microseconds, own/CUDA C++: f (2,1,3,4), forward 12/38.",
+        "",
+        "| microseconds | CUDA C++ | Triton | d2l | expert |",
+        lines[14],
+        "| (2,1,3,4) bf16, W_q too | ~7.12 | 8.5 | | |",
+        "| (2,9,3,4) fp32 | | -/45700 | -/99 | |",
+    ]
+    alone = rows.block([row for row in FOUND if row["stage"] in ("lab", "time")])
+    assert alone[2].replace(" ", "") == "|microseconds|CUDAC++|Triton|"
