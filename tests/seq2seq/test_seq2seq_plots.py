@@ -36,16 +36,11 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES, scope="module")
-def drawn(request):
-    """A picture of each kind, laid out."""
-    figure = plots.training_curves(*CASES[request.param])
+@pytest.mark.parametrize("name", CASES)
+def test_axes_hold_their_curves_and_the_history_and_have_round_ticks_in_plain_words(name):
+    losses, validations, best = CASES[name]
+    figure = plots.training_curves(losses, validations, best)
     figure.draw_without_rendering()
-    return request.param, figure
-
-
-def test_axes_hold_their_curves_and_have_round_ticks_in_plain_words(drawn):
-    _, figure = drawn
     for axes in figure.axes:
         (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
         assert left >= 0
@@ -62,11 +57,6 @@ def test_axes_hold_their_curves_and_have_round_ticks_in_plain_words(drawn):
             for label in axis.get_ticklabels():
                 assert re.fullmatch(r"[\d,]+(\.\d+)?", label.get_text())
             assert not [label for label in axis.get_ticklabels(minor=True) if label.get_text()]
-
-
-def test_the_numbers_drawn_are_the_history(drawn):
-    name, figure = drawn
-    losses, validations, best = CASES[name]
     training = figure.axes[0].lines
     assert list(training[0].get_ydata()) == losses
     assert list(training[0].get_xdata()) == list(range(1, len(losses) + 1))
