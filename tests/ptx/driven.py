@@ -142,11 +142,11 @@ class CudaPtx(PtxCalls):
             data[:], known = 0xFF, np.zeros(size, np.uint8)  # NaN: what is left unwritten shows
         self._buffers.append(Buffer(f"buffer {len(self._buffers)}", data, known))
 
-    def _launch(self, name, blocks, threads, cluster, shared, cooperative, params, size):
+    def _launch(self, launch):
         machine = self.machine(self.kind, lambda: ptx(self.kind, self.arch))
-        launch = name.decode(), blocks, threads, ctypes.string_at(params, size), self._buffers
-        more = {"shared": shared, "cluster": cluster, "cooperative": bool(cooperative)}
-        self.run(machine, *launch, **more)
+        given = (launch[name] for name in ("kernel", "grid", "block", "parameters"))
+        more = {name: launch[name] for name in ("shared", "cluster", "cooperative")}
+        self.run(machine, *given, self._buffers, **more)
 
 
 class _Attend(torch.autograd.Function):

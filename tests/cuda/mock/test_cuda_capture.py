@@ -14,7 +14,7 @@ from ptx_machine import needs_compiler
 pytestmark = needs_compiler
 
 UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906
-LEGACY, BLOCKING = 0, 0
+LEGACY = 0
 
 
 # ---- the mock ----
@@ -54,7 +54,7 @@ def test_to_wait_ends_a_capture(gpu):
 def test_the_legacy_stream_ends_the_capture_of_a_blocking_one(gpu, asks):
     with gpu.capture(gpu.new_stream()):
         assert queue(gpu, LEGACY) == 0
-    with ended(gpu, gpu.new_stream(BLOCKING)):
+    with ended(gpu, gpu.new_stream(blocking=True)):
         assert asks(gpu, LEGACY) == IMPLICIT
 
 
@@ -86,7 +86,7 @@ def forward_of(keys):
 
 def captured(gpu, call, kernels):
     """Captures a call, the first and a second time on a GPU; its launches are these kernels."""
-    stream = gpu.new_stream(BLOCKING)  # which the legacy stream may not be used beside
+    stream = gpu.new_stream(blocking=True)  # which the legacy stream may not be used beside
     for _ in range(2):
         gpu.calls()
         with gpu.capture(stream):

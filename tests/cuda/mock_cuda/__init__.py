@@ -4,20 +4,23 @@ What only it proves: which launches and other calls of the runtime an operator m
 captures and errors included.
 
 Calls of the operators take CPU tensors. Their launches are noted, and run as :meth:`Mock.runs` says
-(in the PTX machine, as tests/ptx does); else results are whatever memory held.
-:meth:`Mock.calls` gives the notes: call (the function), device, error, and of a launch kernel
-(mangled), grid, block, cluster, cooperative, shared (bytes), stream, parameters (hex bytes).
+(in the PTX machine, as tests/ptx does); else results are whatever memory held. The runtime's
+functions are in runtime.cpp, and ask :class:`Mock` what a GPU answers.
 """
 
 import ctypes
 import functools
-import json
 import re
 import struct
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from sysconfig import get_paths
 
 import torch
+from triton.backends.nvidia import driver
 
 import bahdanau_fast.backends.triton  # noqa: F401  else, loaded later, it would stand in front
 from bahdanau_fast.ops.operator import operators
@@ -25,17 +28,12 @@ from ptx_machine import built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-SOURCES = (
-    *sorted(HERE.glob("*.cpp")),
-    *(path for path in sorted((ROOT / "csrc/cuda/op").glob("*.cpp")) if path.stem != "module"),
-)
+SOURCES = HERE / "runtime.cpp", *sorted((ROOT / "csrc/cuda/op").glob("*.cpp"))
 KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
-# Functions of torch that give memory: torch_on_cpu.cpp says where.
+# Functions of torch that give memory: runtime.cpp says where.
 WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
-# Kernel (mangled), blocks, threads, cluster, bytes of shared memory, whether it is cooperative,
-# parameters and their bytes.
-LAUNCH = ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, *[ctypes.c_int64] * 5, ctypes.c_void_p, ctypes.c_int64
+ANSWERS = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64)
 )
 # Address, bytes, and which: new; something is written there.
 MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
@@ -43,123 +41,160 @@ OF_TENSOR, FILLED = range(2)
 PLAN = (
     "groups", "blocks", "rows", "sentences", "units", "hidden", "features", "resident", "bytes",
 )  # fmt: skip
-NON_BLOCKING = 1  # a flag of streams: the legacy stream does not wait for it
+LEGACY = 0, 1  # streams
+SHARED = 97  # an attribute of a device: bytes that a block can have
+INVALID, TOO_LARGE, UNSUPPORTED, INVALIDATED, IMPLICIT, CLUSTER = 1, 720, 900, 901, 906, 912
+UNNOTED = "cudaGetErrorString", "cuStreamGetGreenCtx"  # a word, and a call of the driver
+WORDS = {
+    35: b"CUDA driver version is insufficient for CUDA runtime version",
+    209: b"no kernel image is available for execution on the device",
+}
 
 
 def library():
-    """The mock's own library, with csrc/cuda in it."""
+    """The mock's own library, with csrc/cuda in it; the toolkit's headers are those in Triton."""
     from torch.utils import cpp_extension
 
     csrc = ROOT / "csrc"
     includes = [f"-I{folder}" for folder in (HERE, csrc, csrc / "cuda" / "op")]
-    includes += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]
+    headers = Path(driver.__file__).parent / "include", get_paths()["include"]
+    includes += [f"-isystem{folder}" for folder in (*headers, *cpp_extension.include_paths())]
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [
-        *("g++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("g++", "-std=c++17", "-O2", "-w", "-fpermissive", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DBAHDANAU_FAST_LAB"),
         *(*includes, *map(str, SOURCES)),
         *("-x", "c++", *map(str, KERNELS), "-x", "none"),
         *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
         *(*libraries, "-ltorch_cpu", "-ldl"),
     ]
-    folders = HERE, csrc / "common", csrc / "cuda"
-    headers = [path for folder in folders for path in folder.rglob("*.h")]
-    return built("mock_cuda/library", [*SOURCES, *KERNELS, *sorted(headers)], command)
+    own = [path for folder in (csrc / "common", csrc / "cuda") for path in folder.rglob("*.h")]
+    files = [*SOURCES, *KERNELS, HERE / "cuda_runtime.h", *sorted(own)]
+    return built("mock_cuda/library", files, command)
+
+
+@dataclass
+class Gpu:
+    """What a mock GPU is like.
+
+    Attributes:
+        multiprocessors: how many it has.
+        largest_cluster: blocks that fit; 0: no cluster, not even of one block.
+        ptx_version: of the code that runs there.
+        loads: the error that loading the code gives, or 0.
+        shared: bytes of shared memory that a block can have.
+        allowed: the same, by kernel, where another number than usual was asked for.
+    """
+
+    multiprocessors: int = 132
+    largest_cluster: int = 8
+    ptx_version: int = 90
+    loads: int = 0
+    shared: int = 227 << 10
+    allowed: dict = field(default_factory=dict)
+
+    def has(self, kernel, shared):
+        """Whether a block of a kernel may have so many bytes."""
+        return shared <= self.allowed.get(kernel, 48 << 10)
+
+    def resident(self, kernel, threads, shared):
+        """How many blocks a multiprocessor has room for; each takes 1 KB more than it asks for."""
+        fit = min(2048 // threads, (self.shared + 1024) // (shared + 1024))
+        return fit if self.has(kernel, shared) else 0
 
 
 class Mock:
     """The mock GPUs, one set of them in a process: :func:`mock`."""
 
     def __init__(self):
-        self._library = ctypes.CDLL(str(library()))
-        for name in ("mock_calls", "mock_why_not", "mock_why_not_decode"):
-            getattr(self._library, name).restype = ctypes.c_char_p
-        self.devices = self.device = -1
-        self._then = []  # kept while the library may call them
+        path = str(library())
+        loader = ExtensionFileLoader("_C_cuda", path)
+        #: What is imported where there is a GPU.
+        self.binary = module_from_spec(spec_from_file_location("_C_cuda", loader=loader))
+        loader.exec_module(self.binary)
+        self._library = ctypes.CDLL(path)
+        self._held = ANSWERS(self._answer), None
+        ctypes.c_void_p.in_dll(self._library, "mock_answers").value = _address(self._held[0])
+        self.gpus, self.device = [], -1
+        self._calls, self.noted = [], True
+        self._failing, self._after = {}, {}  # by function: the next error; what runs then
+        self._green = {}  # multiprocessors by stream, of green contexts
+        self._blocking = {}  # by stream, whether the legacy one waits for it
+        self._captures = {}  # by stream, whether a graph can come of what goes into it
+        self._runs, self._failed = None, []
+        self.why_not, self.why_not_decode = self.binary.why_not, self.binary.why_not_decode
 
     def new_gpu(self, **like):
-        """The number of a GPU that nothing was asked of; :meth:`set_gpu` has what it may be like.
+        """The number of a GPU that nothing was asked of, with the attributes of :class:`Gpu`.
 
         All tensors are there from now on, and it is the current one.
         """
-        self.devices += 1
-        self.device = self.devices
-        self.set_gpu(**like)
-        self.use_gpu()
+        self.gpus.append(Gpu(**like))
+        self.use_gpu(len(self.gpus) - 1)
         return self.device
 
-    def use_gpu(self, device=None):
-        """Make a GPU, that of the tensors unless given, the current one of this thread."""
-        self.device = self.device if device is None else device
-        self._library.mock_set_device(self.device)
+    def use_gpu(self, device):
+        """Make a GPU, that of the tensors from now on, the current one of this thread."""
+        self.device = device
+        self._library.mock_set_device(device)
+
+    def set_gpu(self, **like):
+        """Change what the GPU of the tensors is like."""
+        vars(self.gpus[self.device]).update(like)
 
     @contextmanager
     def runs(self, launch, memory):
-        """Inside, launches are run by ``launch`` (LAUNCH), and ``memory`` (MEMORY) is told of any.
+        """Inside, launches are run by ``launch``, and ``memory`` (as MEMORY) is told of any.
 
-        What they raise is raised at the end; there are no more launches then.
+        ``launch`` takes the notes of a launch. What they raise is raised at the end; there are no
+        more launches then.
         """
-        failed = []
-
-        def guarded(function, *arguments):
-            try:
-                if not failed:
-                    function(*arguments)
-            except BaseException as error:
-                failed.append(error)
-
-        held = (
-            LAUNCH(functools.partial(guarded, launch)),
-            MEMORY(functools.partial(guarded, memory)),
-        )
-        self._library.mock_runs(*held)
+        self._failed = failed = []
+        self._runs = functools.partial(self._guarded, launch)
+        self._held = self._held[0], MEMORY(functools.partial(self._guarded, memory))
+        place = ctypes.c_void_p.in_dll(self._library, "mock_memory")
+        place.value = _address(self._held[1])
         try:
             yield
         except RuntimeError:  # of results that were never made
             if not failed:
                 raise
         finally:
-            self._library.mock_runs(None, None)
+            self._runs = place.value = None
         if failed:
             raise failed[0]
 
+    def _guarded(self, function, *arguments):
+        try:
+            if not self._failed:
+                function(*arguments)
+        except BaseException as error:
+            self._failed.append(error)
+
     def note(self, calls):
         """Whether calls are noted; where they are not, a launch returns at once."""
-        self._library.mock_noted(calls)
-
-    def set_gpu(
-        self, multiprocessors=132, largest_cluster=8, ptx_version=90, loads=0, shared=227 << 10
-    ):
-        """What the GPU of the tensors is like.
-
-        Args:
-            multiprocessors: how many it has.
-            largest_cluster: blocks that fit.
-            ptx_version: of the code that runs there.
-            loads: the error that loading the code gives, or 0.
-            shared: bytes of shared memory that a block can have.
-        """
-        what = self.device, multiprocessors, largest_cluster, ptx_version, loads, shared
-        self._library.mock_set_gpu(*what)
+        self.noted = calls
+        ctypes.c_int.in_dll(self._library, "mock_launches").value = calls
 
     @contextmanager
     def without_clusters(self):
         """Inside, on GPUs that are new, as where a user has switched them off."""
-        self._library.mock_clusters(0)
+        self.binary.without_clusters()
         try:
             yield
         finally:
-            self._library.mock_clusters(1)
+            name = "_ZN13bahdanau_fast3gpu11clusters_onE"
+            ctypes.c_bool.in_dll(self._library, name).value = True
 
     def runtime(self, function, *arguments):
         """Call a function of the runtime; the error that it gives."""
         return getattr(self._library, function)(*arguments)
 
-    def new_stream(self, flags=NON_BLOCKING):
-        """The handle of a stream."""
-        stream = ctypes.c_void_p()
-        self.runtime("cudaStreamCreateWithFlags", ctypes.byref(stream), flags)
-        return stream.value
+    def new_stream(self, blocking=False):
+        """The handle of a stream; the legacy one waits for a ``blocking`` one."""
+        stream = 64 * (16 + len(self._blocking))
+        self._blocking[stream] = blocking
+        return stream
 
     @contextmanager
     def capture(self, stream):
@@ -168,47 +203,42 @@ class Mock:
         Raises:
             RuntimeError: no graph comes of it, since a call could not be captured.
         """
-        self._library.mock_begin_capture(ctypes.c_void_p(stream))
+        self._captures[stream] = True
         try:
-            yield
+            with self._current(stream):
+                yield
         finally:
-            error = self._library.mock_end_capture(ctypes.c_void_p(stream))
-        if error:
-            raise RuntimeError(f"the capture ended with error {error}")
+            valid = self._captures.pop(stream)
+        if not valid:
+            raise RuntimeError(f"the capture ended with error {INVALIDATED}")
 
     @contextmanager
     def green_context(self, multiprocessors):
         """Inside, the current stream is of a green context with so many multiprocessors."""
-        stream = ctypes.c_void_p(self.new_stream())
-        self._library.mock_green_context(stream, multiprocessors)
+        stream = self.new_stream()
+        self._green[stream] = multiprocessors
+        with self._current(stream):
+            yield
+
+    @contextmanager
+    def _current(self, stream):
+        self._library.mock_set_stream(ctypes.c_void_p(stream))
         try:
             yield
         finally:
-            self._library.mock_green_context(stream, 0)
+            self._library.mock_set_stream(None)
 
     def fail(self, function, error):
         """The next call of a function of the runtime gives an error."""
-        self._library.mock_fail(function.encode(), error)
+        self._failing[function] = error
 
     def after(self, function, then):
         """The next call of a function of the runtime runs ``then()`` before it returns."""
-        self._then.append(ctypes.CFUNCTYPE(None)(then))
-        self._library.mock_after(function.encode(), self._then[-1])
+        self._after[function] = then
 
     def last_error(self):
         """The error left in this thread, which is taken away."""
         return self.runtime("cudaGetLastError")
-
-    def why_not(self):
-        """What keeps the kernels from running on the current device, in words, or None."""
-        said = self._library.mock_why_not()
-        return said and said.decode()
-
-    def why_not_decode(self, lstm, backward, *sizes):
-        """What keeps all steps of a decoder (B, Tk, F, Dv, H, V, T) from being one launch."""
-        numbers = map(ctypes.c_int64, sizes)
-        said = self._library.mock_why_not_decode(int(lstm), int(backward), *numbers)
-        return said and said.decode()
 
     def plan(self, lstm, backward, sizes, blocks, shared):
         """How such a decoder is cut for a GPU of so many blocks and bytes: PLAN, by name."""
@@ -218,13 +248,113 @@ class Mock:
         return dict(zip(PLAN, found, strict=True))
 
     def calls(self):
-        """The runtime's calls since the last time: a list of dicts."""
-        return json.loads(self._library.mock_calls())
+        """The runtime's calls since the last time.
+
+        Dicts of call (the function), device, error, and of a launch kernel (mangled), grid, block,
+        cluster, shared (bytes), cooperative, parameters (bytes), stream.
+        """
+        found, self._calls = self._calls, []
+        return found
 
     @staticmethod
     def operator(name, *args):
         """Call an operator of ``torch.ops.bahdanau_fast`` on CPU tensors, as if on CUDA tensors."""
         return operators[name].overload._op_dk(torch._C.DispatchKey.CUDA, *args)
+
+    # ---- what a GPU answers
+
+    def _answer(self, function, device, kernel, numbers):
+        """The error of a call of the runtime; its result is the first of its numbers."""
+        name, kernel, gpu = function.decode(), kernel.decode(), self.gpus[device]
+        call = {"call": name, "device": device}
+        if name == "cudaLaunchKernelEx":
+            keys = "grid", "block", "cluster", "shared", "cooperative"
+            call |= dict(zip(keys, numbers[:5], strict=True), kernel=kernel, stream=numbers[7])
+            call["parameters"] = ctypes.string_at(numbers[5], numbers[6])
+        error = self._failing.pop(name, None)
+        if error is None:
+            error = self._error(gpu, kernel, numbers, call)
+        if self.noted and name not in UNNOTED:
+            self._calls.append(call | {"error": error})
+        self._after.pop(name, int)()
+        return error
+
+    def _error(self, gpu, kernel, numbers, call):  # noqa: PLR0911, PLR0912
+        match call["call"]:
+            case "cudaGetErrorString":
+                said = ctypes.c_char_p(WORDS.get(numbers[0], b"another error"))  # which stays
+                numbers[0] = ctypes.cast(said, ctypes.c_void_p).value
+            case "cuStreamGetGreenCtx":
+                numbers[0] = self._green.get(numbers[0], 0)
+            case "cudaDeviceGetAttribute":
+                numbers[0] = gpu.shared if numbers[0] == SHARED else gpu.multiprocessors
+            case "cudaStreamIsCapturing":
+                numbers[0] = {None: 0, True: 1, False: 2}[self._captures.get(numbers[0])]
+            case "cudaStreamSynchronize":  # a graph would miss it; captures are global, as torch's
+                error = self._use(numbers[0])
+                if not error and self._captures:
+                    self._captures, error = dict.fromkeys(self._captures, False), UNSUPPORTED
+                return error
+            case "cudaMemsetAsync":
+                memory, value, call["bytes"], call["stream"] = numbers[:4]
+                if error := self._use(call["stream"]):
+                    return error
+                if call["stream"] not in self._captures:
+                    ctypes.memset(memory, value, call["bytes"])
+                    if self._runs:
+                        self._held[1](memory, call["bytes"], FILLED)
+            case "cudaMemcpyAsync":
+                to, source, size, stream = numbers[:4]
+                if error := self._use(stream):
+                    return error
+                if stream not in self._captures:
+                    ctypes.memmove(to, source, size)
+            case "cudaFuncGetAttributes":
+                numbers[0] = gpu.ptx_version
+                return gpu.loads
+            case "cudaFuncSetAttribute":
+                call["value"] = numbers[0]
+                if call["value"] > gpu.shared:
+                    return INVALID
+                gpu.allowed[kernel] = call["value"]
+            case "cudaOccupancyMaxActiveClusters":
+                cluster, shared = numbers[:2]
+                numbers[0] = gpu.multiprocessors // cluster * (cluster <= gpu.largest_cluster)
+                if gpu.ptx_version < 90 or not gpu.has(kernel, shared):
+                    return CLUSTER if gpu.ptx_version < 90 else INVALID
+            case "cudaOccupancyMaxActiveBlocksPerMultiprocessor":
+                numbers[0] = gpu.resident(kernel, *numbers[:2])
+            case "cudaLaunchKernelEx":
+                return self._launch(gpu, kernel, call)
+        return 0
+
+    def _use(self, stream):
+        """By the CUDA programming guide (stream capture). The legacy stream waits for others."""
+        if stream in self._captures:
+            return 0 if self._captures[stream] else INVALIDATED
+        ended = [x for x in self._captures if stream in LEGACY and self._blocking[x]]
+        self._captures |= dict.fromkeys(ended, False)
+        return IMPLICIT if ended else 0
+
+    def _launch(self, gpu, kernel, launch):
+        grid, block, cluster, shared = (launch[x] for x in ("grid", "block", "cluster", "shared"))
+        if error := self._use(launch["stream"]) or gpu.loads:
+            return error
+        if grid == 0 or not 0 < block <= 1024 or not gpu.has(kernel, shared):
+            return INVALID
+        room = gpu.ptx_version >= 90 and cluster <= gpu.largest_cluster
+        if cluster > 1 and (not room or grid % cluster):
+            return CLUSTER
+        multiprocessors = self._green.get(launch["stream"], gpu.multiprocessors)
+        if launch["cooperative"] and grid > gpu.resident(kernel, block, shared) * multiprocessors:
+            return TOO_LARGE
+        if self._runs and launch["stream"] not in self._captures:
+            self._runs(launch)
+        return 0
+
+
+def _address(function):
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def of(calls, function):
@@ -244,7 +374,7 @@ def kernel_of(launch):
 
 def numbers(launch, first, count):
     """int64 numbers of a launch's parameters, from the byte ``first`` on."""
-    return struct.unpack_from(f"<{count}q", bytes.fromhex(launch["parameters"]), first)
+    return struct.unpack_from(f"<{count}q", launch["parameters"], first)
 
 
 @functools.cache

@@ -1,11 +1,12 @@
-// What the toolkit's header of this name adds for C++: kernels as typed functions, and the words of
-// device code, which is compiled for the names of the kernels and never run.
+// What the toolkit's header of this name adds for C++: a launch of a typed kernel (other functions
+// take one by -fpermissive), and the words of device code, which is compiled for the names of the
+// kernels and never run.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-#include "cuda_runtime_api.h"
+#include <cuda_runtime_api.h>
 
 // `bytes` of parameters at `parameters`, which the toolkit knows from the kernel's binary.
 cudaError_t mock_launch(const cudaLaunchConfig_t* config, const void* kernel,
@@ -15,25 +16,6 @@ template <class P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P),
                                const P& parameters) {
   return mock_launch(config, reinterpret_cast<const void*>(kernel), &parameters, sizeof parameters);
-}
-template <class P>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, void (*kernel)(P)) {
-  return cudaFuncGetAttributes(found, reinterpret_cast<const void*>(kernel));
-}
-template <class P>
-cudaError_t cudaFuncSetAttribute(void (*kernel)(P), cudaFuncAttribute attribute, int value) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
-}
-template <class P>
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*kernel)(P),
-                                           const cudaLaunchConfig_t* config) {
-  return cudaOccupancyMaxActiveClusters(clusters, reinterpret_cast<const void*>(kernel), config);
-}
-template <class P>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*kernel)(P),
-                                                          int threads, size_t shared) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      blocks, reinterpret_cast<const void*>(kernel), threads, shared);
 }
 
 // ---- device code ----
@@ -48,9 +30,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*ke
 #define asm(...)
 #define volatile(...) ("")  // asm volatile(...) is asm("")
 
-struct uint4 {
-  unsigned x, y, z, w;
-};
 static const dim3 threadIdx, blockIdx, blockDim;
 
 inline void __syncthreads() {}
