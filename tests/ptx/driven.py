@@ -1,33 +1,62 @@
-"""Calls of attention whose launches go to the PTX machine; csrc/cuda there, on mock_cuda."""
+"""Calls of attention whose launches go to the PTX machine: csrc/cuda, as nvcc compiles it, on
+mock_cuda; and where a mistake can be planted in it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+from pathlib import Path
 
 import entry_points
 import numpy as np
+import pytest
 import torch
 from mock_cuda import FILLED, mock
-from sources import ptx
 from targets import Kernels
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from ptx_machine import Buffer, Machine, Module, PtxError
+from bahdanau_fast.ops.attention import INPUTS
+from ptx_machine import Buffer, Machine, Module, PtxError, built
 
-__all__ = ["CudaPtx", "PtxCalls"]
+__all__ = ["SOURCES", "CudaPtx", "PtxCalls", "line_of", "needs_nvcc", "nvcc", "ptx"]
 
 #: The names of the kernels that serve a dtype.
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+FLAGS = "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-ptx", "-lineinfo", f"-I{SOURCES}"
+
+needs_nvcc = pytest.mark.skipif(
+    NVCC is None or torch.cuda.is_available(),
+    reason="it takes nvcc, and no GPU, whose extension defines the operators",
+)
+
+
+def nvcc(source, arch):
+    """The command that makes PTX of a file for an architecture, such as "80" or "90a"."""
+    return [NVCC, *FLAGS, f"-arch=sm_{arch}", str(source)]
+
+
+def ptx(kind, arch):
+    """PTX of csrc/cuda/op/kernels_<kind>.cu."""
+    source = SOURCES / "cuda" / "op" / f"kernels_{kind}.cu"
+    folders = SOURCES / "common", SOURCES / "cuda"
+    files = [source, *sorted(path for folder in folders for path in folder.rglob("*.h"))]
+    return built(f"ptx/{kind}_{arch}", files, nvcc(source, arch)).read_text()
+
+
+def line_of(file, after, word):
+    """The line of the first ``word`` from a piece of text on, which a kernel's file has once."""
+    text = (SOURCES / "cuda" / "kernels" / file).read_text()
+    assert text.count(after) == 1, f"{file} has changed: plant the mistake elsewhere"
+    return text[: text.index(word, text.index(after))].count("\n") + 1
 
 
 class PtxCalls(Kernels):
     """The kernels of a backend on CPU tensors: a target.
 
-    What is derived from it has ``step``, ``forward(need_weights, *inputs)`` and ``backward(weights,
-    grad_context, grad_weights, needs, *inputs)``, where inputs are queries, keys, values, w_v and
-    lengths, with a seed and a probability if something is dropped. Named are ``mask``,
-    ``activation``, ``negative_slope``, and in forward ``narrow`` (weights come in the dtype of the
-    inputs) and ``counted``. ``needs`` has a bit for each gradient.
+    What is derived from it has ``operator(name, *arguments)``, and ``places`` of kernels.
 
     Args:
         arch: as the backend names it.
@@ -51,13 +80,30 @@ class PtxCalls(Kernels):
         self.multiprocessors, self.kind = multiprocessors, KINDS[dtype]
 
     def attend(
-        self, multiprocessors, queries, keys, values, w_v, valid_lens, *dropout, mask=None, **inside
-    ):
-        """Context and weights of projected queries and keys by the kernels, differentiable."""
-        inputs = queries, keys, values, w_v, valid_lens
-        if mask is not None:
-            inside["mask"] = mask.unsqueeze(1) if mask.dim() == 2 else mask
-        return _Attend.apply(*inputs, self, multiprocessors, dropout, inside)
+        self, multiprocessors, queries, keys, values, w_v, valid_lens, seed=None, dropout_p=0.0,
+        **more,
+    ):  # fmt: skip
+        """Context and weights of projected queries and keys by the kernels, differentiable.
+
+        With lengths backward takes narrow weights, without them wide ones.
+        """
+        seen = {"valid_lens": valid_lens, "seed": seed, "dropout_p": dropout_p, **more}
+        seen["narrow"] = valid_lens is not None
+        return _Call.apply(self, multiprocessors, seen, queries, keys, values, w_v)
+
+    def inside(self, multiprocessors, inputs, valid_lens, mask=None):
+        """The same of raw queries and keys; ``inputs`` by name."""
+        seen = {"valid_lens": valid_lens, "mask": mask, "narrow": valid_lens is None}
+        return _Call.apply(self, multiprocessors, seen, *map(inputs.get, INPUTS[:7]))
+
+    def step(self, multiprocessors, *inputs, w_k=None, bias=None, mask=None):
+        """Context and weights of a step that projects its queries, and keys with ``w_k``, itself.
+
+        ``inputs`` are queries, w_q, keys, values, w_v and lengths.
+        """
+        queries, w_q, keys, *rest = inputs
+        self.begin(multiprocessors, queries.dtype)
+        return entry_points.step(self.operator, queries, w_q, keys, w_k, bias, *rest, mask)
 
     def machine(self, key, ptx):
         """The machine of a module, whose text is ``ptx()``."""
@@ -90,30 +136,6 @@ class CudaPtx(PtxCalls):
             like = {"multiprocessors": multiprocessors, "ptx_version": int(self.arch.rstrip("a"))}
             self._gpus[multiprocessors] = self.gpu.new_gpu(**like, shared=self.shared)
         self.gpu.use_gpu(self._gpus[multiprocessors])
-
-    def forward(self, need_weights, *inputs, **masked):
-        return entry_points.attend(self.operator, *inputs, need_weights=need_weights, **masked)
-
-    def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
-        given = *inputs[:5], weights, grad_context, grad_weights
-        dropout = inputs[5:] or (None, 0.0)
-        more = {"needs": needs, "dropout": dropout, **masked}
-        return entry_points.attend_backward(self.operator, *given, **more)
-
-    def step(
-        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
-        w_k=None, bias=None, mask=None,
-    ):  # fmt: skip
-        """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self.begin(multiprocessors, queries.dtype)
-        inputs = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
-        return entry_points.step(self.operator, *inputs)
-
-    def inside(self, multiprocessors, inputs, valid_lens, mask=None):
-        """Context and weights of raw queries and keys, differentiable; ``inputs`` by name."""
-        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 2 else mask
-        seen = {"valid_lens": valid_lens, "mask": mask}
-        return _Inside.apply(self, multiprocessors, seen, *map(inputs.get, _INPUTS))
 
     def places(self, kind):
         """Every kernel of a kind of numbers."""
@@ -149,59 +171,30 @@ class CudaPtx(PtxCalls):
         self.run(machine, *given, self._buffers, **more)
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, queries, keys, values, w_v, lens, calls, multiprocessors, dropout, masked):
-        calls.begin(multiprocessors, queries.dtype)
-        inputs = queries, keys, values, w_v, lens, *dropout
-        # With lengths backward takes narrow weights, without them wide ones.
-        given = {**masked, "narrow": lens is not None}
-        counted = lens is not None and "mask" not in masked
-        context, weights, *counts = calls.forward(True, *inputs, **given, counted=counted)
-        if counted:
-            seen = torch.arange(keys.shape[1]) < lens.double().unsqueeze(-1)
-            assert torch.equal(*counts, seen.sum(-1).int()) or weights.numel() == 0
-            lens = counts[0].clone()
-        if weights.numel() * w_v.numel() < 100_000:
-            alone, _ = calls.forward(False, *inputs, **masked)
-            _, others = calls.forward(True, *inputs, **masked, narrow=lens is None)
-            assert {others.dtype, weights.dtype} == {torch.float32, queries.dtype}
-            some, same = (context, weights.to(queries.dtype)), (alone, others.to(queries.dtype))
-            torch.testing.assert_close(same, some, rtol=0, atol=0, equal_nan=True)
-        ctx.save_for_backward(queries, keys, values, w_v)
-        ctx.rest = lens, calls, multiprocessors, dropout, masked
-        ctx.weights = weights.clone()
-        ctx.set_materialize_grads(False)
-        return context, weights
-
-    @staticmethod
-    def backward(ctx, grad_context, grad_weights):
-        lens, calls, multiprocessors, dropout, masked = ctx.rest
-        queries, keys, values, w_v = ctx.saved_tensors
-        if grad_weights is not None:
-            grad_weights = grad_weights.to(ctx.weights.dtype)
-        needs = sum(1 << i for i, need in enumerate(ctx.needs_input_grad[:4]) if need)
-        calls.begin(multiprocessors, queries.dtype)
-        given = ctx.weights, grad_context, grad_weights, needs
-        grads = calls.backward(*given, queries, keys, values, w_v, lens, *dropout, **masked)
-        return *(g if needs >> i & 1 else None for i, g in enumerate(grads)), *[None] * 5
-
-
-_INPUTS = "queries", "keys", "values", "w_v", "w_q", "w_k", "bias"
-
-
-class _Inside(torch.autograd.Function):
+class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx, calls, multiprocessors, seen, *inputs):
         calls.begin(multiprocessors, inputs[0].dtype)
+        given, lens = dict(zip(INPUTS, inputs, strict=False)) | seen, seen["valid_lens"]
+        mask = seen.get("mask")
+        if mask is not None and mask.dim() == 2:
+            given["mask"] = mask.unsqueeze(1)
+        context, weights, *_ = found = call(calls, given, recorded=True)
         ctx.calls, ctx.multiprocessors = calls, multiprocessors
-        ctx.given = {**dict(zip(_INPUTS, inputs, strict=True)), **seen}
-        context, weights, counts, projected, _ = entry_points.attention(
-            calls.operator, **ctx.given, narrow=seen["valid_lens"] is None, recorded=True
-        )
-        if seen["valid_lens"] is not None and seen["mask"] is None:
+        ctx.given = {**given, "weights": weights.clone()}
+        if "w_q" in given:
+            ctx.given["projected_queries"] = found[3]
+        if lens is not None and mask is None:
+            counts = found[2].clone()
+            left = torch.arange(given["keys"].shape[1]) < lens.double().unsqueeze(-1)
+            assert torch.equal(counts, left.sum(-1).int()) or weights.numel() == 0
             ctx.given["valid_lens"] = counts
-        ctx.given |= {"weights": weights.clone(), "projected_queries": projected}
+        if "w_q" not in given and weights.numel() * given["w_v"].numel() < 100_000:
+            alone, _ = call(calls, given, need_weights=False)
+            _, others = call(calls, {**given, "narrow": not given["narrow"]})
+            assert {others.dtype, weights.dtype} == {torch.float32, context.dtype}
+            some, same = (context, weights.to(context.dtype)), (alone, others.to(context.dtype))
+            torch.testing.assert_close(same, some, rtol=0, atol=0, equal_nan=True)
         ctx.set_materialize_grads(False)
         return context, weights
 
@@ -210,11 +203,18 @@ class _Inside(torch.autograd.Function):
         if grad_weights is not None:
             grad_weights = grad_weights.to(ctx.given["weights"].dtype)
         given = {"grad_context": grad_context, "grad_weights": grad_weights, **ctx.given}
+        del given["narrow"]
         needed = ctx.needs_input_grad[3:]
         needs = sum(1 << i for i, need in enumerate(needed) if need)
         ctx.calls.begin(ctx.multiprocessors, given["queries"].dtype)
         grads = entry_points.attention_backward(ctx.calls.operator, **given, needs=needs)
         return *[None] * 3, *(g if need else None for g, need in zip(grads, needed, strict=False))
+
+
+def call(calls, given, **more):
+    """The results of ``attention``, which the next call leaves alone."""
+    found = entry_points.attention(calls.operator, **given, **more)
+    return [x.clone() for x in found[: 5 if more.get("recorded") else 2]]
 
 
 def _beside(buffer, first, end):

@@ -2,8 +2,7 @@
 
 import pytest
 from checked_cuda import NAMES, aside, served
-from driven import CudaPtx
-from sources import needs_nvcc
+from driven import CudaPtx, needs_nvcc
 from tritoned import TritonPtx
 
 from bahdanau_fast import backends, switches

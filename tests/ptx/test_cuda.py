@@ -10,8 +10,7 @@ import re
 import decoding
 import pytest
 import torch
-from driven import CudaPtx
-from sources import line_of, needs_nvcc, ptx
+from driven import CudaPtx, line_of, needs_nvcc, ptx
 from targets import FEW, STEPS
 
 from ptx_machine import Order, PtxError, changed, needs_compiler

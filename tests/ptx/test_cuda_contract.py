@@ -12,11 +12,12 @@ import cells
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import as_exact
 from contract import LARGE, lens
 from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
 from drawing import cases, drawn
-from driven import CudaPtx
+from driven import CudaPtx, needs_nvcc
 from entry_points import attention as attention_of
 from entry_points import attention_backward as attention_backward_of
 from hypothesis import assume, settings
@@ -25,7 +26,6 @@ from hypothesis import strategies as st
 from near import FACTORS, near
 from parity import Case
 from projected import PROJECTIONS, case_of
-from sources import needs_nvcc
 from targets import DTYPES, FEW, ROWS, STEPS, every, on
 
 from bahdanau_fast import reference
@@ -34,7 +34,6 @@ from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
 from bahdanau_fast.ops.decode_arguments import MULTIPLES
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.operator import operators
-from bahdanau_fast.parity import allowed, error
 from ptx_machine import Order, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
@@ -139,14 +138,10 @@ PLACES = {
     "polynomial": (0.3, 0.3, (STEP, BEAMS, MANY), (FP32,)),
 }
 CASES = [
-    pytest.param(
-        place, queries, dtype, a, c, marks=pytest.mark.deep if dtype == FP16 else (),
-        id=f"{place}-{queries}-{dtype}",
-    )
+    pytest.param(*(place, queries, dtype, a, c), marks=pytest.mark.deep if dtype == FP16 else ())
     for place, (a, c, of_queries, dtypes) in PLACES.items()
-    for queries in of_queries
-    for dtype in dtypes
-]  # fmt: skip
+    for queries, dtype in itertools.product(of_queries, dtypes)
+]
 
 
 def near_of(queries, **more):
@@ -154,7 +149,7 @@ def near_of(queries, **more):
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES)
+@pytest.mark.parametrize(("place", "queries", "dtype", "a", "c"), CASES, ids=str)
 def test_near(place, queries, dtype, a, c, factor):
     # So large that fp16 has the gradients in full.
     scale = {"context": 1e3, "weights": 1e3} if dtype == FP16 else {}
@@ -163,10 +158,10 @@ def test_near(place, queries, dtype, a, c, factor):
     kernels(dtype).check(near_of(queries, scale=scale, **sized), dtype)
 
 
+# Numerators are w_v times three denominators, in fp32 four, that are as large as can be.
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(("dtype", "w_v", "place"), [(FP32, 4e4, 4.35), (BF16, 1e8, 7.0)], ids=str)
 def test_large_w_v(dtype, w_v, place, factor):
-    """Numerators are w_v times three denominators, in fp32 four, that are as large as can be."""
     case = near_of(MANY, scale={"w_v": factor * w_v}, of_query=place, of_key=place)
     kernels(dtype).check(case, dtype)
 
@@ -228,10 +223,8 @@ def test_products_are_those_of_plain_code(queries, dtype):
         leaves = [x.to(dtype).requires_grad_() for x in raw.values()]
         return torch.autograd.grad(products(*leaves), leaves, [x.to(dtype) for x in through])
 
-    ours = dict(zip(INPUTS, found, strict=False))
-    for name, eager, exact in zip(raw, gradients(dtype), gradients(torch.float64), strict=True):
-        most = allowed(error(eager, exact), float(exact.abs().max()), dtype)
-        assert error(ours[name], exact) <= most, name
+    ours = map(dict(zip(INPUTS, found, strict=False)).get, raw)
+    as_exact(ours, gradients(dtype), gradients(torch.float64), dtype)
 
 
 def products(queries, w_q, keys, w_k, bias):
@@ -262,9 +255,7 @@ def test_dropout_drops_what_every_backend_drops(queries):
         seeds = [x.to(dtype) for x in seeds_of(got[:2])]
         return [*outputs, *torch.autograd.grad(outputs, given, seeds)]
 
-    for ours, eager, exact in zip(got, plain(FP32), plain(torch.float64), strict=True):
-        most = allowed(error(eager, exact), float(exact.abs().max()), FP32)
-        assert error(ours, exact) <= most
+    as_exact(got, plain(FP32), plain(torch.float64), FP32)
     kept = results(inputs, lens(150, 70))[0]
     assert float((got[0] - kept).detach().abs().max()) > 0.01
 
@@ -356,6 +347,4 @@ def test_all_steps_of_a_decoder_in_one_launch(cls, lens, monkeypatch):
     monkeypatch.setitem(MULTIPLES, "cpu", MULTIPLES["cuda"])
     monkeypatch.setattr(decoder_loop, "_operator", operator_of(None))
     got = of_decoder(module, tensors, lens)
-    for ours, plain, want in zip(got, steps, exact, strict=True):
-        largest = float(want.detach().abs().max())
-        assert error(ours, want) <= allowed(error(plain, want), largest, BF16)
+    as_exact(got, steps, exact, BF16)

@@ -11,9 +11,8 @@ import decoding
 import pytest
 import torch
 from decoding import BF16, FP16, Case, by_operators, cast
-from driven import CudaPtx
+from driven import SOURCES, CudaPtx, line_of, needs_nvcc, nvcc
 from mock_cuda import FILLED
-from sources import SOURCES, line_of, needs_nvcc, nvcc
 
 from ptx_machine import Order, PtxError, changed, needs_compiler
 
@@ -60,20 +59,14 @@ CASES = {
 
 
 CELLS = pytest.mark.parametrize("lstm", [False, True], ids=["gru", "lstm"])
+DEEP = [pytest.param(FP16, arch, marks=pytest.mark.deep) for arch in ("80", "90a")]
 
 
 @CELLS
+@pytest.mark.parametrize(("dtype", "arch"), [(BF16, "90a"), *DEEP], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_every_option(name, lstm):
-    check(CudaPtx("90a"), Case(lstm, **CASES[name]), BF16)
-
-
-@pytest.mark.deep
-@CELLS
-@pytest.mark.parametrize("arch", ["80", "90a"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_option_in_half(name, arch, lstm):
-    check(CudaPtx(arch), Case(lstm, **CASES[name]), FP16)
+def test_every_option(name, dtype, arch, lstm):
+    check(CudaPtx(arch), Case(lstm, **CASES[name]), dtype)
 
 
 CUTS = {  # groups, sentences of a block, whether keys and values stay, by multiprocessors and bytes
@@ -86,27 +79,24 @@ CUTS = {  # groups, sentences of a block, whether keys and values stay, by multi
 }
 
 
+ORDERS = [
+    pytest.param(order, arch, marks=pytest.mark.deep)
+    for order in (Order.BACKWARDS, Order.RANDOM)
+    for arch in ("80", "90a")
+]
+
+
 @CELLS
+@pytest.mark.parametrize(("order", "arch"), [(Order.GIVEN, "90a"), *ORDERS])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut(cut, lstm):
+def test_every_cut_in_any_order_of_blocks_and_warps(cut, order, arch, lstm):
     sizes, multiprocessors, shared = CUTS[cut]
-    case, kernels = Case(lstm, **sizes), CudaPtx("90a", shared=shared)
+    case, kernels = Case(lstm, **sizes), CudaPtx(arch, shared=shared, order=order, seed=1)
     for backward in (False, True):
         of = case.B, case.Tk, case.F, case.Dv, case.H
         plan = kernels.gpu.plan(lstm, backward, of, multiprocessors, shared)
         assert (plan["groups"], plan["sentences"], plan["resident"]) == cut
     check(kernels, case, BF16, multiprocessors)
-
-
-@pytest.mark.deep
-@CELLS
-@pytest.mark.parametrize("arch", ["80", "90a"])
-@pytest.mark.parametrize("order", [Order.BACKWARDS, Order.RANDOM])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_any_order_of_blocks_and_warps(cut, order, arch, lstm):
-    sizes, multiprocessors, shared = CUTS[cut]
-    kernels = CudaPtx(arch, shared=shared, order=order, seed=1)
-    check(kernels, Case(lstm, **sizes), BF16, multiprocessors)
 
 
 class Counting(CudaPtx):

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driven import CudaPtx
+from driven import CudaPtx, needs_nvcc
 from parity import judged, moved
-from sources import needs_nvcc
 from tritoned import TritonPtx
 
 from bahdanau_fast import parity as rule

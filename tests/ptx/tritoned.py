@@ -21,7 +21,7 @@ from triton_target import SHARED, target_is
 import bahdanau_fast.kernels
 from bahdanau_fast.backends.triton import call
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.ops.attention import attention, attention_backward
+from bahdanau_fast.ops.operator import operators
 from ptx_machine import Buffer
 
 __all__ = ["TritonPtx"]
@@ -88,36 +88,13 @@ class TritonPtx(PtxCalls):
         ):
             yield
 
-    def forward(self, need_weights, *inputs, counted=False, **masked):
-        given = self._named(*inputs, need_weights=need_weights, **masked)
-        return self._call(attention.recorded if counted else attention, given)[: 2 + counted]
-
-    def backward(self, weights, grad_context, grad_weights, needs, *inputs, **masked):
-        grads = {"weights": weights, "grad_context": grad_context, "grad_weights": grad_weights}
-        return self._call(
-            attention_backward, {**grads, "needs": needs, **self._named(*inputs, **masked)}
-        )[:4]
-
-    @staticmethod
-    def _named(queries, keys, values, w_v, valid_lens, seed=None, dropout_p=0.0, **more):
-        named = {"queries": queries, "keys": keys, "values": values, "w_v": w_v, **more}
-        return {**named, "valid_lens": valid_lens, "seed": seed, "dropout_p": dropout_p}
-
-    def _call(self, operator, given):
-        named = {**operator.defaults, **given}
+    def operator(self, name, *arguments):
         with self.here():
-            return operator.in_python["triton"](*(named.get(name) for name in operator.names))
+            return operators[name].in_python["triton"](*arguments)
 
-    def step(
-        self, multiprocessors, queries, w_q, keys, values, w_v, valid_lens,
-        w_k=None, bias=None, mask=None,
-    ):  # fmt: skip
-        """The same without gradients, from queries (and keys) that the kernel projects itself."""
-        self.begin(multiprocessors, queries.dtype)
-        more = {"w_q": w_q, "w_k": w_k, "bias": bias, "mask": mask, "narrow": True}
-        given = self._named(queries, keys, values, w_v, valid_lens, **more)
+    def step(self, *given, **more):
         with patch.object(plans, "projects_queries", return_value=True):
-            return self._call(attention, given)
+            return super().step(*given, **more)
 
     def _runner(self, kernel):
         def run(x, y, z, _stream, _function, _packed, _metadata, _enter, _exit, *arguments):

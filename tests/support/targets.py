@@ -12,21 +12,19 @@ import math
 from functools import partial
 
 import entry_points
-import numpy as np
 import parity
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import CONTRACT, LARGE, MASKED, lens, scattered
-from parity import OUTPUTS, Case, errors, keep_the_rule, long_double, measure
+from parity import OUTPUTS, Case, keep_the_rule, measure
 
-from bahdanau_fast import reference
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.checks import ACTIVATIONS
 
 __all__ = [
     "CPU", "DTYPES", "FEW", "GPU", "INTERPRETER", "REFERENCE", "ROWS", "STEPS", "TABLE",
-    "Kernels", "Step", "Target", "every", "on",
+    "Kernels", "Step", "Target", "every", "forward_only", "on",
 ]  # fmt: skip
 
 DTYPES = {
@@ -67,7 +65,8 @@ class Target:
         """
         dtype = DTYPES.get(dtype, dtype)
         if isinstance(row, str) and row in STEPS:
-            return _shares_of_step(self, STEPS[row], dtype)
+            found = measure(STEPS[row], dtype, STEPS[row].way(self))
+            return {name: found[name] for name in OUTPUTS}
         return measure(self.case(row, **changed), dtype, self.way(row, how))
 
     def check(self, row, dtype, how=None, **changed):
@@ -118,11 +117,9 @@ class Interpreter(Backend):
 class Gpu(Backend):
     """CUDA C++ on the GPU that is here."""
 
-    def step(self, _, queries, w_q, keys, values, w_v, valid_lens, w_k=None, bias=None, mask=None):
-        given = queries, w_q, keys, w_k, bias, values, w_v, valid_lens, mask
-        there = {id(x): x if x is None else x.cuda() for x in given}  # values may be keys
-        found = entry_points.step(entry_points.on_gpu, *(there[id(x)] for x in given))
-        return [x.cpu() for x in found]
+    def step(self, _, queries, w_q, keys, *rest, w_k=None, bias=None, mask=None):
+        given = queries, w_q, keys, w_k, bias, *rest, mask
+        return entry_points.step(entry_points.on_gpu, *given)
 
 
 CPU, REFERENCE = Backend("cpu", parity.DTYPES), Backend("reference", parity.DTYPES)
@@ -161,38 +158,71 @@ ROWS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A step that projects its queries, and its keys if it has ``Dk``, in the same launch."""
+def forward_only(found, inputs, *seen, **options):
+    """Our values in the graph of eager's, whose gradients are not what is tested."""
+    outputs = parity.eager(inputs, *seen, **options)
+    return [ours + (x - x.detach()) for ours, x in zip(found, outputs, strict=True)]
+
+
+@dataclasses.dataclass
+class Step(Case):
+    """A step that projects its queries, and its keys if it is given ``Dk``, in the same launch."""
 
     B: int = 2
     Tq: int = 1
     Tk: int = 70
     H: int = 40
     Dq: int = 64
+    Dk: int = 0
     Dv: int = 32
-    Dk: int | None = None
-    tied: bool = False  # values is keys
-    lens: tuple[int, ...] | None = None
     seen: float | None = None  # share of keys that a mask shows; the last row sees none
     multiprocessors: int = 4
 
+    def __post_init__(self):
+        self.bias, self.Dk = self.Dk > 0, self.Dk or self.H
+        self.scale = {"w_v": self.H**-0.5}
+        if self.seen is not None:
+            self.mask = scattered(self.B, 1, self.Tk, share=self.seen)
+            self.mask[-1] = False
+
+    def draw(self, dtype):
+        """As for any case; keys that are projected already are their own projection."""
+        drawn = super().draw(dtype)
+        if not self.bias:
+            drawn["w_k"] = torch.eye(self.H, dtype=torch.float64)
+        return drawn
+
+    def way(self, target):
+        """The function :func:`parity.check` tests."""
+
+        def function(inputs, valid_lens, mask=None):
+            names = "queries", "w_q", "keys", "values", "w_v"
+            given = [*map(inputs.get, names), valid_lens]
+            raw = {name: inputs[name] for name in ("w_k", "bias") if self.bias}
+            with torch.no_grad():
+                found = target.step(self.multiprocessors, *given, **raw, mask=mask)
+            return forward_only(found, inputs, valid_lens, mask=mask)
+
+        return function
+
 
 STEPS = {
-    "queries projected": Step(lens=(70, 9)),
+    "queries projected": Step(lens=lens(70, 9)),
     "queries projected, beams": Step(Tq=6, Dq=8),
     "a cluster shares W_q": Step(B=3, H=264, Dq=56, Tk=40, Dv=8),
     "a cluster of several rows": Step(B=9, H=152, Dq=56, Tk=40, Dv=8),
     "queries projected, mask": Step(Tq=3, seen=0.3),
     "queries in rows of any alignment": Step(Tq=3, Dq=7, H=33, Dv=9),
-    "keys projected": Step(Tk=150, Dk=64, H=300, lens=(150, 70), multiprocessors=1),
-    "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=(150, 70)),
-    "keys of many features": Step(Tk=150, Dk=256, H=64, lens=(150, 70)),
-    "keys projected, beams": Step(Tq=3, Tk=150, Dk=8, H=33, lens=(150, 70)),
-    "keys in rows of any alignment": Step(Tk=150, Dk=7, H=33, lens=(150, 70)),
-    "keys are values": Step(B=3, Tk=150, Dk=104, tied=True, lens=(150, 70, 0), multiprocessors=16),
+    "keys projected": Step(Tk=150, Dk=64, H=300, lens=lens(150, 70), multiprocessors=1),
+    "keys projected, cut": Step(Tk=150, Dk=104, H=32, lens=lens(150, 70)),
+    "keys of many features": Step(Tk=150, Dk=256, H=64, lens=lens(150, 70)),
+    "keys projected, beams": Step(Tq=3, Tk=150, Dk=8, H=33, lens=lens(150, 70)),
+    "keys in rows of any alignment": Step(Tk=150, Dk=7, H=33, lens=lens(150, 70)),
+    "keys are values": Step(
+        B=3, Tk=150, Dk=104, tied=True, lens=lens(150, 70, 0), multiprocessors=16,
+    ),
     "keys are values, beams": Step(B=3, Tq=3, Tk=150, Dk=24, tied=True, multiprocessors=1),
-    "keys projected, mask": Step(B=3, Tk=150, Dk=64, H=300, lens=(150, 70, 9), seen=0.02),
+    "keys projected, mask": Step(B=3, Tk=150, Dk=64, H=300, lens=lens(150, 70, 9), seen=0.02),
     "keys are values, mask": Step(B=3, Tk=150, Dk=104, tied=True, seen=0.02, multiprocessors=1),
     "more shared memory than usual": Step(B=1, Tk=20, H=1504, Dq=8, tied=True),
 }  # fmt: skip
@@ -241,41 +271,3 @@ def on(kernels, multiprocessors=4):
         return context, weights.to(context.dtype)
 
     return function
-
-
-def _shares_of_step(target, step, kind):
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape, scale=1.0):
-        return (torch.randn(shape, generator=generator) * scale).to(kind)
-
-    features = step.H if step.Dk is None else step.Dk
-    queries, keys = draw(step.B, step.Tq, step.Dq), draw(step.B, step.Tk, features)
-    values = keys if step.tied else draw(step.B, step.Tk, step.Dv)
-    w_q, w_v = draw(step.H, step.Dq, scale=step.Dq**-0.5), draw(1, step.H, scale=step.H**-0.5)
-    raw = {}
-    if step.Dk is not None:
-        raw = {"w_k": draw(step.H, step.Dk, scale=step.Dk**-0.5), "bias": draw(step.H)}
-    valid_lens = None if step.lens is None else lens(*step.lens)
-    masked = {}
-    if step.seen is not None:
-        masked["mask"] = scattered(step.B, 1, step.Tk, share=step.seen)
-        masked["mask"][-1] = False
-
-    k = F.linear(keys, *raw.values()) if raw else keys
-    eager = reference.attend(F.linear(queries, w_q), k, values, w_v, valid_lens, **masked)
-    got = target.step(
-        step.multiprocessors, queries, w_q, keys, values, w_v, valid_lens, **raw, **masked
-    )
-    sizes = {name: getattr(step, name) for name in ("B", "Tq", "Tk", "H", "Dq", "Dv", "tied")}
-    case = Case(**sizes, Dk=features, lens=valid_lens, bias=bool(raw), **masked)
-    given = {"queries": queries, "keys": keys, "values": values, "w_q": w_q, "w_v": w_v}
-    given |= raw or {"w_k": torch.eye(step.H)}
-    given |= {name: torch.zeros_like(x) for name, x in zip(OUTPUTS, eager, strict=True)}
-    exact = long_double(case, {name: x.double() for name, x in given.items()})
-    exact = {name: exact[name] for name in OUTPUTS}
-    ours, theirs = (
-        {n: x.double().numpy().astype(np.longdouble) for n, x in zip(OUTPUTS, found, strict=True)}
-        for found in (got, eager)
-    )
-    return parity.shares(ours, errors(theirs, exact, kind), exact, kind)
