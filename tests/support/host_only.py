@@ -8,6 +8,7 @@ CUDA C++.
 
 import functools
 import sys
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -31,29 +32,10 @@ class _Device(str):
     type, index = "cuda", -1  # whichever is the current one
 
 
-@functools.cache
-def _there():
-    return None
-
-
-@functools.cache
-def _left_out():
-    return "it is left out"
-
-
-@functools.cache
-def _routes(backend):
-    return {}
-
-
-@functools.cache
-def _plans():
-    return {}
-
-
-@functools.cache
-def _gpu():
-    return mock().new_gpu()
+# What is asked of a GPU and of torch is asked once; routes and plans stay from call to call.
+_there, _left_out = functools.cache(lambda: None), functools.cache(lambda: "it is left out")
+_gpu = functools.cache(lambda: mock().new_gpu())
+_routes, _plans = defaultdict(dict), {}
 
 
 @contextmanager
@@ -66,8 +48,8 @@ def routed(backend):
         (torch.cuda, "device", lambda _: nullcontext()),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
-        (backends, "_routes", _routes(backend)),
-        (launch, "plans", _plans()),
+        (backends, "_routes", _routes[backend]),
+        (launch, "plans", _plans),
         (availability, "cuda_problem", _there if backend == "cuda" else _left_out),
         (availability, "triton_problem", _there if backend == "triton" else _left_out),
     ]

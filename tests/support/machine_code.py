@@ -9,27 +9,19 @@ import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["KINDS", "Block", "Kernel", "blocks", "hot", "kernels", "run_tool", "sass", "tool"]
+__all__ = ["KINDS", "blocks", "hot", "kernels", "run_tool", "sass"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
-KINDS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
+KINDS = "f32", "bf16", "f16"
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One instantiation for one GPU, as ptxas reported it.
-
-    Attributes:
-        entry: its mangled name.
-        kind: a key of KINDS.
-        arch: "80", "90a" and so on.
-        registers: of a thread.
-        stack: bytes of a thread's stack frame.
-        spills: bytes stored and loaded because registers did not suffice.
+class Kernel(NamedTuple):
+    """One instantiation for one GPU, as ptxas reported it: a thread's registers, and the bytes of
+    its stack and of what it stores and loads because registers did not suffice.
     """
 
     entry: str
@@ -38,17 +30,6 @@ class Kernel:
     registers: int
     stack: int
     spills: int
-
-    @property
-    def name(self) -> str:
-        """Name of the function and its template number; "plain", for rows of any alignment."""
-        found = re.search(r"3gpu(\d+)(\w+)", self.entry)
-        if found is None:
-            return self.entry
-        size = int(found[1])
-        number = re.search(r"L(?:i|NS\w*?E)(\d+)E", found[2][size:])
-        plain = " plain" if "ELb0EE" in self.entry else ""
-        return found[2][:size] + (f" {number[1]}" if number else "") + plain
 
 
 _REPORT = re.compile(
@@ -81,18 +62,9 @@ def tool(name: str) -> str | None:
 
 
 def run_tool(name: str, *arguments: str, folder: str | None = None) -> str:
-    """Output of a CUDA tool, run in a folder.
-
-    Raises:
-        FileNotFoundError: the tool is not installed.
-    """
-    path = tool(name)
-    if path is None:
-        raise FileNotFoundError(f"{name} must be installed, with Triton or the CUDA toolkit")
-    done = subprocess.run(
-        [path, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    """Output of a CUDA tool, run in a folder."""
+    command = [str(tool(name)), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def sass(kind: str, arch: str) -> dict[str, str]:
@@ -117,13 +89,12 @@ FMA = ("FFMA", "FADD", "FMUL", "DFMA", "DADD", "DMUL")
 ENDS = ("BRA", "EXIT", "BSYNC", "BRX", "RET")
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Instructions between two jumps, counted by opcode."""
 
     counts: Counter[str]
 
-    def count(self, *opcodes: str) -> int:
+    def of(self, *opcodes: str) -> int:
         """Number of instructions with one of these opcodes, any suffix."""
         return sum(n for name, n in self.counts.items() if name.split(".")[0] in opcodes)
 
@@ -134,11 +105,11 @@ class Block:
     @property
     def special(self) -> int:
         """Special-function operations: reciprocals, exponentials, square roots."""
-        return self.count("MUFU")
+        return self.of("MUFU")
 
     @property
     def fma(self) -> int:
-        return self.count(*FMA)
+        return self.of(*FMA)
 
 
 def blocks(listing: str) -> list[Block]:
@@ -161,9 +132,6 @@ def blocks(listing: str) -> list[Block]:
 
 def hot(listing: str, exponentials: bool) -> Block | None:
     """The block with most reciprocals, of those with exponentials or of those without."""
-    wanted = [
-        block
-        for block in blocks(listing)
-        if block.counts["MUFU.RCP"] and bool(block.counts["MUFU.EX2"]) == exponentials
-    ]
-    return max(wanted, key=lambda block: block.counts["MUFU.RCP"], default=None)
+    found = ((block.counts["MUFU.RCP"], block) for block in blocks(listing))
+    wanted = [x for x in found if x[0] and bool(x[1].counts["MUFU.EX2"]) == exponentials]
+    return max(wanted, key=lambda x: x[0], default=(0, None))[1]

@@ -90,7 +90,7 @@ def test_gradients_of_many_queries_take_two_instructions_each(run):
         if kernel.sizes["BLOCK_R"] < 128:  # sinusoids are made anew for fewer rows
             continue
         elements = 128 * kernel.sizes["BLOCK_O"] * kernel.sizes["BLOCK_H"] / (32 * kernel.warps)
-        products = [block for block in blocks(kernel.sass) if block.count("HGMMA")]
+        products = [block for block in blocks(kernel.sass) if block.of("HGMMA")]
         assert 0 < sum(block.total for block in products) / elements <= 2.0, kernel.made
 
 

@@ -22,14 +22,17 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @no_gpu
-def test_without_a_gpu_it_says_so():
-    assert "triton" not in bf.backends.available()
-    assert re.search(
-        r"triton +not available: no CUDA or ROCm device is visible", bf.backends.explain()
-    )
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("triton", "no CUDA or ROCm device is visible"), ("cuda", "(.* without CUDA|no CUDA device)")],
+)
+def test_without_a_gpu_it_says_so(backend, why):
+    assert backend not in bf.backends.available()
+    assert re.search(rf"{backend} +not available: {why}", bf.backends.explain())
     x, w = torch.zeros(1, 2, 3), torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"backend must be available here, got 'triton': no CUDA"):
-        bf.additive_attention(x, x, x, w, w, w[:, 0], backend="triton")
+    message = f"backend must be available here, got '{backend}': {why}"
+    with pytest.raises(ValueError, match=message):
+        bf.additive_attention(x, x, x, w, w, w[:, 0], backend=backend)
 
 
 ASK = """

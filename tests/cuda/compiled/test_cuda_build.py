@@ -16,7 +16,6 @@ import machine_code
 import pytest
 import torch
 
-import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,10 +35,24 @@ def setup(*, home=None, folder="", **variables):
     return result.returncode, result.stdout + result.stderr
 
 
-def test_demanded_without_nvcc_is_an_error(tmp_path):
-    code, said = setup(home=str(tmp_path), folder=str(tmp_path), BAHDANAU_FAST_CUDA="1")
+FORCED = {
+    "no nvcc": (
+        {"home": "gone"},
+        r"bahdanau_fast._C_cuda: nvcc not found \(looked for .*/bin/nvcc",
+    ),
+    "an unknown GPU": (
+        {"TORCH_CUDA_ARCH_LIST": "9.0a 7.5"},
+        "TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got '7.5'",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", ["no nvcc", pytest.param("an unknown GPU", marks=needs_nvcc)])
+def test_what_is_demanded_and_cannot_be_is_an_error(wrong, tmp_path):
+    given, message = FORCED[wrong]
+    code, said = setup(folder=str(tmp_path), BAHDANAU_FAST_CUDA="1", **given)
     assert code != 0
-    assert re.search(r"bahdanau_fast._C_cuda: nvcc not found \(looked for .*/bin/nvcc\)", said)
+    assert re.search(message, said)
 
 
 def test_unset_it_says_in_a_line_why_not(tmp_path):
@@ -50,15 +63,6 @@ def test_unset_it_says_in_a_line_why_not(tmp_path):
     assert re.findall(r"^bahdanau_fast._C_cuda not built: (.*)$", said, re.MULTILINE) == [
         f"torch {torch.__version__} is built without CUDA"
     ]
-
-
-@needs_nvcc
-def test_an_unknown_gpu_is_an_error(tmp_path):
-    code, said = setup(
-        folder=str(tmp_path), BAHDANAU_FAST_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0a 7.5"
-    )
-    assert code != 0
-    assert "TORCH_CUDA_ARCH_LIST must name GPUs from 8.0 on, got '7.5'" in said
 
 
 # ---- what the compiler made of the kernels -------------------------------------------------------
@@ -150,16 +154,6 @@ def test_some_barriers_of_a_cluster_wait_for_no_store(listings):
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_it_says_so():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert "cuda" not in bf.backends.available()
-    assert re.search(r"cuda +not available: .*(without CUDA|no CUDA device)", bf.backends.explain())
-    x, w = torch.zeros(1, 2, 3), torch.zeros(4, 3)
-    with pytest.raises(ValueError, match="backend must be available here, got 'cuda': "):
-        bf.additive_attention(x, x, x, w, w, w[:, 0], backend="cuda")
-
-
 LOADED = """
 import torch, bahdanau_fast, bahdanau_fast._C_cuda
 from entry_points import BACKWARD, FORWARD, RECORDED
@@ -197,60 +191,53 @@ def test_it_takes_only_the_stable_interface():
 NO_IMAGE = "no kernel image is available for execution on the device"
 
 
-@pytest.fixture
-def problem(monkeypatch):
-    """``cuda_problem()`` on GPUs of these compute capabilities; ``failing`` ones cannot run it."""
-
-    def problem(*capabilities, failing=(), current=0):
-        asked, device = [], [current]
-
-        @contextlib.contextmanager
-        def on(index):
-            before, device[0] = device[0], index
-            yield
-            device[0] = before
-
-        def why_not():
-            asked.append(device[0])
-            return NO_IMAGE if device[0] in failing else None
-
-        binary = types.SimpleNamespace(why_not=why_not)
-        monkeypatch.setitem(sys.modules, "bahdanau_fast._C_cuda", binary)
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        for name, value in {
-            "is_available": lambda: True,
-            "device_count": lambda: len(capabilities),
-            "current_device": lambda: device[0],
-            "get_device_capability": lambda index=None: capabilities[
-                device[0] if index is None else index
-            ],
-            "device": on,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(availability, "_load", lambda *args: None)
-        return availability.cuda_problem.__wrapped__(), asked
-
-    return problem
+OLD = "compute capability 8.0 is needed, this GPU has 7.5"
+# Compute capabilities, which GPU is the current one, which cannot run the binary; what is said, and
+# which are asked: each kind once, and none that is too old.
+VISIBLE = {
+    "one": ([(9, 0)], 0, (), None, [0]),
+    "one of another kind": (
+        [(8, 6)],
+        0,
+        (0,),
+        r"does not run on cuda:0 .*8\.6.*: no kernel image",
+        [0],
+    ),
+    "two kinds": ([(9, 0), (9, 0), (8, 6), (9, 0)], 0, (), None, [0, 2]),
+    "the last is current": ([(9, 0), (8, 6), (8, 6)], 2, (), None, [2, 0]),
+    "another kind": ([(9, 0), (9, 0), (8, 6)], 0, (2,), "does not run on cuda:2", [0, 2]),
+    "an old one": ([(9, 0), (7, 5)], 0, (), None, [0]),
+    "the current one is old": ([(9, 0), (7, 5)], 1, (), OLD, []),
+}
 
 
-def test_a_binary_that_runs_is_taken(problem):
-    assert problem((9, 0)) == (None, [0])
+@pytest.mark.parametrize("gpus", VISIBLE)
+def test_every_kind_of_gpu_is_asked_once(gpus, monkeypatch):
+    capabilities, current, failing, why, kinds = VISIBLE[gpus]
+    asked, device = [], [current]
 
+    @contextlib.contextmanager
+    def on(index):
+        before, device[0] = device[0], index
+        yield
+        device[0] = before
 
-def test_a_binary_for_other_gpus_is_not_taken(problem):
-    said, _ = problem((8, 6), failing=(0,))
-    assert re.search(r"does not run on cuda:0 .*8\.6.*: no kernel image", said)
+    def why_not():
+        asked.append(device[0])
+        return NO_IMAGE if device[0] in failing else None
 
-
-def test_every_kind_of_gpu_is_asked_once(problem):
-    assert problem((9, 0), (9, 0), (8, 6), (9, 0)) == (None, [0, 2])
-    assert problem((9, 0), (8, 6), (8, 6), current=2) == (None, [2, 0])
-    said, _ = problem((9, 0), (9, 0), (8, 6), failing=(2,))
-    assert "does not run on cuda:2" in said
-
-
-def test_an_old_gpu_beside_the_current_one_is_not_asked(problem):
-    assert problem((9, 0), (7, 5)) == (None, [0])
-    said, asked = problem((9, 0), (7, 5), current=1)
-    assert "compute capability 8.0 is needed, this GPU has 7.5" in said
-    assert asked == []
+    binary = types.SimpleNamespace(why_not=why_not)
+    monkeypatch.setitem(sys.modules, "bahdanau_fast._C_cuda", binary)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "current_device": lambda: device[0],
+        "get_device_capability": lambda n=None: capabilities[device[0] if n is None else n],
+        "device": on,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(availability, "_load", lambda *args: None)
+    said = availability.cuda_problem.__wrapped__()
+    assert said is None if why is None else re.search(why, said)
+    assert asked == kinds

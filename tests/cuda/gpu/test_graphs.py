@@ -27,15 +27,11 @@ SEEN = {
 }
 # What serves a size, by what runs forward and backward; nothing where it is the reference.
 DECODE, COMBINE = ("decode_kernel", "step_keys_kernel"), ("combine_kernel", "step_keys_kernel")
+MANY = ("softmax_kernel", "grad_softmax_kernel")
 STEP = ("attention", "attention_backward")
 SERVES = {
     "cuda": {"step": STEP, "split": STEP, "beams": STEP, "many queries": ()},
-    "triton": {
-        "step": DECODE,
-        "split": COMBINE,
-        "beams": COMBINE,
-        "many queries": ("softmax_kernel", "grad_softmax_kernel"),
-    },
+    "triton": {"step": DECODE, "split": COMBINE, "beams": COMBINE, "many queries": MANY},
     "reference": dict.fromkeys(SIZES, ()),
 }
 
@@ -147,38 +143,26 @@ def test_location(backend, kind):
 
 
 @pytest.mark.parametrize("cls", [bf.AttentionGRU, bf.AttentionLSTM])
-@pytest.mark.parametrize(
-    ("backend", "dropped"), [*((b, 0.0) for b in SERVES), ("cuda", 0.3), ("triton", 0.3)]
-)
-def test_all_steps_of_a_decoder(backend, cls, dropped):
-    sizes = {"key_size": DK, "value_size": DK, "dropout": dropped, "attention_dropout": dropped}
-    module = cls(6, 7, 2, **sizes, device=GPU)
-    inputs, keys = with_gradient((17, B, 6), (B, 20, DK))
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+@pytest.mark.parametrize("by", [*SERVES, "one launch"])
+def test_all_steps_of_a_decoder(by, dropped, cls):
+    one = by == "one launch"
+    sizes = {"key_size": DK, "value_size": DK, "attention_dropout": dropped}
+    kind = {"device": GPU, "dtype": torch.bfloat16 if one else torch.float32}
+    module = cls(6, 7, **sizes, **kind) if one else cls(6, 7, 2, dropout=dropped, **sizes, **kind)
+    shapes = (17, B, 6), (B, 20, DK)
+    inputs, keys = (torch.randn(s, **kind).requires_grad_() for s in shapes)
     lens = lengths(20)
 
     def call():
         return [module(inputs, None, keys, None, lens)[0], module.attention_weights]
 
     leaves = [inputs, keys, *module.parameters()]
-    check(captured(there(backend), call, leaves, not dropped), backend, "step")
-
-
-@pytest.mark.parametrize("cls", [bf.AttentionGRU, bf.AttentionLSTM])
-@pytest.mark.parametrize("dropped", [0.0, 0.3])
-def test_all_steps_in_one_launch(dropped, cls):
-    sizes = {"key_size": DK, "value_size": DK, "attention_dropout": dropped}
-    module = cls(6, 7, **sizes, device=GPU, dtype=torch.bfloat16)
-    inputs, keys = (
-        drawn(*shape).bfloat16().requires_grad_() for shape in ((17, B, 6), (B, 20, DK))
-    )
-    lens = lengths(20)
-
-    def call():
-        return [module(inputs, None, keys, None, lens)[0], module.attention_weights]
-
-    ran = captured(there("cuda"), call, [inputs, keys, *module.parameters()], not dropped)
-    backward = ["decode_backward", "attend_backward_keys"]
-    assert ran is None or ran == ["decode", "decode", *backward]
+    ran = captured(there("cuda" if one else by), call, leaves, not dropped)
+    if not one:
+        check(ran, by, "step")
+    elif ran is not None:
+        assert ran == ["decode", "decode", "decode_backward", "attend_backward_keys"]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])

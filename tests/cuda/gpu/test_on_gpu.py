@@ -21,7 +21,6 @@ from entry_points import on_gpu
 from hypothesis import given
 from parity import Case, attended, called, check, fused
 from targets import CPU, GPU, STEPS
-from targets import DTYPES as BY_NAME
 
 import bahdanau_fast as bf
 
@@ -40,10 +39,28 @@ def tested_on_gpu(monkeypatch):
         yield
 
 
+SMALL = {"B": 2, "Tk": 150, "H": 40, "Dq": 40, "Dk": 40, "Dv": 33, "lens": lens(150, 75)}
+CASES = {name: (name,) for name in (*CONTRACT, *STEPS)} | {
+    # Every kernel once: it runs under compute-sanitizer, too.
+    **{f"small, {n} queries": (Case(Tq=n, **SMALL),) for n in (1, 3, 6)},
+    **{
+        f"{way.__name__}, {row}": (row, way)
+        for way in (called, attended)
+        for row in ("no lens", "whole row masked", "decoder step", "split keys")
+    },
+    **{
+        f"{name} of {scale}": (Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)),)
+        for name in ("queries", "keys", "w_v")
+        for scale in (1e-6, 1e-3, 30.0, 1e4)
+    },
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", CONTRACT)
-def test_contract(row, dtype):
-    GPU.check(row, dtype)
+@pytest.mark.parametrize("case", CASES)
+def test_parity(case, dtype):
+    case, *way = CASES[case]
+    GPU.check(case, dtype, *way)
 
 
 @pytest.mark.parametrize("row", MASKED)
@@ -52,25 +69,11 @@ def test_masks(row):
     GPU.check(row, torch.bfloat16)
 
 
-@pytest.mark.parametrize("way", [called, attended])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_module(dtype, way):
-    for row in ("no lens", "whole row masked", "decoder step", "split keys"):
-        GPU.check(row, dtype, way)
-
-
 @needs_gpu
 @drawn
 @given(cases(torch.bfloat16))
 def test_drawn_cases(case):
     GPU.check(case, torch.bfloat16)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_magnitudes(dtype, scale):
-    for name in ("queries", "keys", "w_v"):
-        GPU.check(Case(**LARGE, scale={name: scale}, lens=lens(7, 53, 0)), dtype)
 
 
 def problem(queries, dtype=torch.bfloat16, device="cuda"):
@@ -84,14 +87,6 @@ def attend(inputs, lens=None):
     context, weights = entry_points.attend(on_gpu, *inputs, lens)
     given = weights, context, weights
     return context, weights, *entry_points.attend_backward(on_gpu, *inputs, lens, *given)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("queries", [1, 3, 6])
-def test_every_kernel_once(queries, dtype):
-    """Small: it runs under compute-sanitizer, too."""
-    sizes = {"B": 2, "Tq": queries, "Tk": 150, "H": 40, "Dq": 40, "Dk": 40, "Dv": 33}
-    GPU.check(Case(**sizes, lens=lens(150, 75)), dtype)
 
 
 @pytest.mark.parametrize("kind", lengths.LENGTHS)
@@ -109,12 +104,6 @@ def test_what_it_does_not_serve_others_do(dtype, what):
     check(Case(**LARGE), dtype, functools.partial(fused, backend=None))
     with pytest.raises(ValueError, match=f"backend must serve {what}"):
         check(Case(**LARGE), dtype, GPU.way())
-
-
-@pytest.mark.parametrize("dtype", [n for n, dtype in BY_NAME.items() if dtype in DTYPES])
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_that_projects(name, dtype):
-    GPU.check(name, dtype)
 
 
 def step_of(hidden):
@@ -151,12 +140,16 @@ def test_streams_and_threads_do_not_disturb_each_other(queries):
     check_beside_each_other(4 * [functools.partial(attend, problem(queries))], 20)
 
 
-def decoder(cls, dtype):
-    """The results of a decoder, when they are called for."""
+AUTOCAST = [pytest.param(dtype, True, marks=needs_gpu) for dtype in DTYPES[1:]]  # off without one
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), [*((d, False) for d in DTYPES), *AUTOCAST], ids=str)
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder(cls, dtype, autocast):
     torch.manual_seed(0)
-    module = cls(16, 32, 2, device="cuda", dtype=dtype)
-    inputs = torch.randn(7, 4, 16, device="cuda", dtype=dtype, requires_grad=True)
-    keys = torch.randn(4, 50, 32, device="cuda", dtype=dtype, requires_grad=True)
+    kind = {"device": "cuda", "dtype": torch.float32 if autocast else dtype}
+    module = cls(16, 32, 2, **kind)
+    inputs, keys = (torch.randn(s, **kind).requires_grad_() for s in ((7, 4, 16), (4, 50, 32)))
 
     def results():
         outputs, _ = module(inputs, None, keys)
@@ -164,26 +157,10 @@ def decoder(cls, dtype):
         loss = sum(x.float().square().sum() for x in found)
         return [*found, *torch.autograd.grad(loss, [inputs, keys, *module.parameters()])]
 
-    return results
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cls", CELLS)
-def test_all_steps_of_a_decoder(cls, dtype):
-    results = decoder(cls, dtype)
-    got, want = results(), by_steps(results)
+    with torch.autocast("cuda", dtype) if autocast else nullcontext():
+        got, want = results(), by_steps(results)  # in dtypes, too
     near = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(got, want, **near)
-
-
-@needs_gpu  # autocast of "cuda" is off without one
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("cls", CELLS)
-def test_all_steps_of_a_decoder_under_autocast(cls, dtype):
-    results = decoder(cls, torch.float32)
-    with torch.autocast("cuda", dtype):
-        got, want = results(), by_steps(results)
-    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)  # in dtypes, too
 
 
 @needs_gpu

@@ -41,44 +41,39 @@ FORWARD, APART = ["decode_forward"], ["decode_forward", "combine_splits"]
 
 
 @pytest.mark.parametrize(
-    ("queries", "forward", "backward"),
+    ("queries", "keys", "largest_cluster", "cluster", "forward"),
     [
-        (1, APART, ["grad_values", "grad_keys", "sum_parts"]),
-        (6, FORWARD, ["grad_rows", "grad_keys", "sum_parts"]),  # of at most eight splits
+        (1, 10, 8, 1, FORWARD),
+        (1, 30, 8, 2, FORWARD),
+        (1, 30, 1, 1, APART),
+        (1, 240, 8, 1, APART),
+        (6, 240, 8, 8, FORWARD),  # of at most eight splits
     ],
-)
-def test_launches_of_a_call(gpu, queries, forward, backward):
-    for calls, names in zip(attend(gpu, queries), (forward, backward), strict=True):
-        assert [kernel_of(call) for call in launches(calls)] == names
-        assert all(call["error"] == 0 for call in calls)
-
-
-@pytest.mark.parametrize(
-    ("keys", "largest_cluster", "cluster", "forward"),
-    [(10, 8, 1, FORWARD), (30, 8, 2, FORWARD), (30, 1, 1, APART), (240, 8, 1, APART)],
-    ids=["whole", "in a cluster", "without clusters", "of many splits"],
+    ids=["whole", "in a cluster", "without clusters", "of many splits", "of many queries"],
 )
 def test_a_call_asks_the_runtime_for_its_launches_alone(
-    gpu, keys, largest_cluster, cluster, forward
+    gpu, queries, keys, largest_cluster, cluster, forward
 ):
     """All else was asked by the first call. Splits that meet in a cluster take no memory."""
     gpu.set_gpu(largest_cluster=largest_cluster)
-    attend(gpu, keys=keys)
+    attend(gpu, queries, keys)
     made = []
     with gpu.runs(lambda *_: None, lambda _, size, which: made.append((size, which))):
-        first, second = attend(gpu, keys=keys)
-    assert [kernel_of(call) for call in launches(first)] == forward
-    assert launches(first)[0]["cluster"] == cluster
-    assert [call["call"] for call in first] == len(forward) * ["cudaLaunchKernelEx"]
-    assert [call["call"] for call in second] == 3 * ["cudaLaunchKernelEx"]
-    results = 2 * 48 * 2, 2 * keys * 4  # context and weights
-    assert len(made) == len(results) + (forward == APART) + 7  # of splits; of gradients
+        first, second = attend(gpu, queries, keys)
+    backward = ["grad_rows" if queries > 4 else "grad_values", "grad_keys", "sum_parts"]
+    for calls, names in ((first, forward), (second, backward)):
+        assert {(call["call"], call["error"]) for call in calls} == {("cudaLaunchKernelEx", 0)}
+        assert [kernel_of(call) for call in calls] == names
+    assert first[0]["cluster"] == cluster
+    results = 2 * queries * 48 * 2, 2 * queries * keys * 4  # context and weights
     assert made[:2] == [(size, OF_TENSOR) for size in results]
+    if queries == 1:
+        assert len(made) == len(results) + (forward == APART) + 7  # of splits; of gradients
 
 
 def test_another_call_does_not_take_the_shared_memory_of_a_launch(gpu):
     """Of the same kernel, with less shared memory, between the attribute and the launch."""
-    gpu.after("cudaFuncSetAttribute", lambda: step(gpu, 1504))
+    gpu.after["cudaFuncSetAttribute"] = lambda: step(gpu, 1504)
     launch, *_ = launches(step(gpu, 1536))
     assert launch["shared"] > 52 * 1024
     assert launch["error"] == 0

@@ -97,7 +97,7 @@ def test_one_cooperative_launch_of_zeroed_counters(gpu, lstm):
 
 
 def test_a_launch_that_is_not_resident_is_an_error(gpu):
-    gpu.fail("cudaLaunchKernelEx", TOO_LARGE)
+    gpu.failing["cudaLaunchKernelEx"] = TOO_LARGE
     with pytest.raises(RuntimeError, match="persistent_forward: "):
         decode(gpu, keep=False, **tensors())
     assert gpu.last_error() == 0

@@ -117,7 +117,8 @@ class Mock:
         ctypes.c_void_p.in_dll(self._library, "mock_answers").value = _address(self._held[0])
         self.gpus, self.device = [], -1
         self._calls, self.noted = [], True
-        self._failing, self._after = {}, {}  # by function: the next error; what runs then
+        #: By function of the runtime, for its next call: the error, what runs before it returns.
+        self.failing, self.after = {}, {}
         self._green = {}  # multiprocessors by stream, of green contexts
         self._blocking = {}  # by stream, whether the legacy one waits for it
         self._captures = {}  # by stream, whether a graph can come of what goes into it
@@ -228,14 +229,6 @@ class Mock:
         finally:
             self._library.mock_set_stream(None)
 
-    def fail(self, function, error):
-        """The next call of a function of the runtime gives an error."""
-        self._failing[function] = error
-
-    def after(self, function, then):
-        """The next call of a function of the runtime runs ``then()`` before it returns."""
-        self._after[function] = then
-
     def last_error(self):
         """The error left in this thread, which is taken away."""
         return self.runtime("cudaGetLastError")
@@ -271,12 +264,12 @@ class Mock:
             keys = "grid", "block", "cluster", "shared", "cooperative"
             call |= dict(zip(keys, numbers[:5], strict=True), kernel=kernel, stream=numbers[7])
             call["parameters"] = ctypes.string_at(numbers[5], numbers[6])
-        error = self._failing.pop(name, None)
+        error = self.failing.pop(name, None)
         if error is None:
             error = self._error(gpu, kernel, numbers, call)
         if self.noted and name not in UNNOTED:
             self._calls.append(call | {"error": error})
-        self._after.pop(name, int)()
+        self.after.pop(name, int)()
         return error
 
     def _error(self, gpu, kernel, numbers, call):  # noqa: PLR0911, PLR0912
