@@ -31,9 +31,8 @@ FIRST = f"{CUDA}persistent_on_gpu.py"  # it has the first cooperative launch
 # Other tests, and how many processes share them: compiling takes most of their time.
 PARTS = {
     **{f"{CUDA}{name}.py": 2 for name in ("on_gpu", "graphs")},
-    **{f"{TRITON}kernels_parity.py": 4, f"{TRITON}fused_models.py": 2, f"{TRITON}fourier.py": 2},
-    **{f"{TRITON}{name}.py": 1 for name in ("compiled", "decoder", "launches")},
-    **{f"{TRITON}{name}.py": 1 for name in ("precision", "ranges")},
+    **{f"{TRITON}kernels_parity.py": 4, f"{TRITON}fused_models.py": 2, f"{TRITON}ranges.py": 2},
+    **{f"{TRITON}{name}.py": 1 for name in ("compiled", "launches")},
 }
 PART_SECONDS = 110.0  # of such a process
 # Rows of user.py, without those of the chapter's sizes and of compiled code.

@@ -7,7 +7,7 @@ NAN = float("nan")
 
 def around(x):
     """What is beside the values; torch's AMX product reads it, times zero."""
-    return 3e38 if x.dtype == torch.bfloat16 else NAN
+    return 3e38 if x.dtype == torch.bfloat16 else NAN if x.is_floating_point() else 1
 
 
 def plain(x):

@@ -15,18 +15,10 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import test_operator_errors as errors
 import torch
 import triton
-from test_operator_errors import (
-    GRADS,
-    PROJECTED,
-    RAW,
-    STEP,
-    WRONG,
-    WRONG_PROJECTED,
-    WRONG_RAW,
-    WRONG_STEP,
-)
+from layouts import LAYOUTS
 from triton.compiler.compiler import CompiledKernel
 from triton_target import target_is
 from warmed_up import call
@@ -46,8 +38,9 @@ from bahdanau_fast.ops.attention import (
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it takes tensors of the CPU")
 
-
-BY_NAME = attrgetter("name")
+OPERATORS = pytest.mark.parametrize(
+    "operator", [attention, attention.recorded, attention_backward], ids=attrgetter("name")
+)
 MODULES = [m for name, m in sys.modules.items() if name.startswith("bahdanau_fast.kernels.")]
 FOUND = (x for module in MODULES for x in vars(module).values())
 KERNELS = [x for x in FOUND if isinstance(x, triton.JITFunction)]
@@ -124,21 +117,10 @@ class Choices:
         return rng.choice(options)
 
 
-LAYOUTS = ("plain", "plain", "plain", "one further", "transposed", "expanded", "part")
-
-
 def laid(choose, dtype, *shape):
     """A tensor in one of the layouts that users have."""
-    layout = choose(*LAYOUTS)
-    if layout == "one further":
-        return torch.zeros(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
-    if layout == "transposed" and len(shape) > 1:
-        return torch.zeros(*shape[:-2], *reversed(shape[-2:]), dtype=dtype).mT
-    if layout == "expanded":
-        return torch.zeros(1, *shape[1:], dtype=dtype).expand(shape)
-    if layout == "part":
-        return torch.zeros(*shape[:-1], 3 * shape[-1], dtype=dtype)[..., shape[-1] : 2 * shape[-1]]
-    return torch.zeros(shape, dtype=dtype)
+    layout = choose("plain", "plain", "plain", "part", "transposed", "expanded", "sliced")
+    return LAYOUTS[layout](torch.zeros(shape, dtype=dtype))
 
 
 def drawn(seed, other):
@@ -153,12 +135,7 @@ def drawn(seed, other):
         return laid(choose, kind, *shape) if choose(*share) else None
 
     half, few = (True, False), (True, False, False, False)
-    general, raw_queries, raw_keys, located = (
-        choose(*few),
-        choose(*half),
-        choose(*half),
-        choose(*few),
-    )
+    general, raw_queries, raw_keys, located = (choose(*n) for n in (few, half, half, few))
     raw_queries, raw_keys = raw_queries and not general, raw_keys and not general
     given = {"w_v": some(1, hidden), "activation": choose(0, 0, 1, 2)}
     given["negative_slope"] = choose(0.01, 0.5)
@@ -198,12 +175,6 @@ def drawn(seed, other):
     return attention_backward, given
 
 
-def results_of(operator, given):
-    found = call(operator, **given)
-    found = (found,) if isinstance(found, torch.Tensor) else found
-    return [(x.shape, x.stride(), x.dtype) for x in found]
-
-
 def drawn_launches(calls, again):
     """What drawn calls launch and give; ``again``: each as if it were the first."""
     made = []
@@ -213,7 +184,9 @@ def drawn_launches(calls, again):
             if again:
                 launch.plans.clear()
             launches.clear()
-            results = results_of(operator, given)
+            found = call(operator, **given)
+            found = (found,) if isinstance(found, torch.Tensor) else found
+            results = [(x.shape, x.stride(), x.dtype) for x in found]
             made.append((operator.name, described(launches, given), results))
     return made
 
@@ -256,29 +229,26 @@ def test_fp32_products_are_those_that_are_allowed_now():
                 call(attention, **given, w_v=torch.zeros(1, 16))
     finally:
         torch.set_float32_matmul_precision(before)
-    assert [x for *_, given in launches for x in given if isinstance(x, str)] == [
-        "ieee", "tf32", "ieee",
-    ] * 3  # fmt: skip
+    words = [x for *_, given in launches for x in given if isinstance(x, str)]
+    assert words == ["ieee", "tf32", "ieee"] * 3
 
 
 REFUSED = [
-    *((PROJECTED, wrong) for wrong in WRONG + WRONG_PROJECTED),
-    *((STEP, wrong) for wrong in WRONG + WRONG_STEP),
-    *((RAW, wrong) for wrong in WRONG + WRONG_RAW),
+    *((errors.PROJECTED, wrong) for wrong in errors.WRONG + errors.WRONG_PROJECTED),
+    *((errors.STEP, wrong) for wrong in errors.WRONG + errors.WRONG_STEP),
+    *((errors.RAW, wrong) for wrong in errors.WRONG + errors.WRONG_RAW),
 ]
 
 
-@pytest.mark.parametrize(
-    "operator", [attention, attention.recorded, attention_backward], ids=BY_NAME
-)
+@OPERATORS
 def test_what_is_wrong_is_refused(operator):
-    grads = GRADS if operator is attention_backward else {}
+    grads = errors.GRADS if operator is attention_backward else {}
     with noted() as launches:
-        for own, wrong in REFUSED:
+        for given, wrong in REFUSED:
             if "table" in wrong or not {*map(type, wrong.values())} <= {torch.Tensor, int, float}:
                 continue  # no kernel reads one; what the schema refuses
             with pytest.raises((TypeError, ValueError), match="must") as raised:
-                call(operator, **{**grads, **own, **wrong})
+                call(operator, **{**grads, **given, **wrong})
             assert any(name in str(raised.value) for name in (*wrong, "w_q", "seed"))
     assert not launch.plans
     assert not launches
@@ -303,9 +273,7 @@ def backward_of(given):
 
 
 @pytest.mark.parametrize("queries_len", [1, 20])
-@pytest.mark.parametrize(
-    "operator", [attention, attention.recorded, attention_backward], ids=lambda x: x.name
-)
+@OPERATORS
 def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
     given = large(queries_len)
     given = backward_of(given) if operator is attention_backward else given
@@ -327,34 +295,33 @@ def test_a_repeated_call_asks_little_of_the_host(operator, queries_len):
     assert 0 < len(calls) <= 2 + products
 
 
-def test_many_queries_take_few_launches():
-    mask = torch.ones(64, 17, 50, dtype=torch.bool)
-    names = ["rational_terms_kernel", "rational_scores_kernel", "softmax_kernel"]
-    for more, before in (({}, []), ({"mask": mask}, ["lengths_kernel"])):
-        with noted() as launches:
-            call(attention, **large(17, **more))
-        assert [name for name, *_ in launches] == before + names
+MASK = {"mask": torch.ones(64, 17, 50, dtype=torch.bool)}
+FORWARD = ["rational_terms", "rational_scores", "softmax"]
+BACKWARD = ["grad_weights", "grad_softmax"]
+WAVES = [*BACKWARD, "grad_fourier", "step_sums", "grad_fourier"]
+TANH = [*BACKWARD, "tables", "grad_tanh", "step_sums", "tables", "grad_tanh"]
+MANY = {
+    "forward": (attention, {}, "", True, FORWARD),
+    "forward, mask": (attention, MASK, "", True, ["lengths", *FORWARD]),
+    "forward, terms are off": (attention, {}, "terms", True, ["tables", "scores", "softmax"]),
+    "forward, waves are off": (attention, {}, "waves", True, FORWARD),
+    "backward": (attention_backward, {}, "", True, WAVES),
+    "backward, too few for waves": (attention_backward, {}, "", False, TANH),
+    "backward, terms are off": (attention_backward, {}, "terms", True, WAVES),
+    "backward, waves are off": (attention_backward, {}, "waves", True, TANH),
+}
 
 
-@pytest.mark.parametrize("by_fourier", [True, False])
-def test_gradients_of_many_queries_take_few_launches(by_fourier):
-    with noted() as launches, patch.object(plans, "pays_by_fourier", return_value=by_fourier):
-        call(attention_backward, **backward_of(large(17)))
-    names = ["grad_weights", "grad_softmax", "grad_fourier", "step_sums", "grad_fourier"]
-    if not by_fourier:
-        names[2:] = ["tables", "grad_tanh", "step_sums", "tables", "grad_tanh"]
+@pytest.mark.parametrize("case", MANY)
+def test_many_queries_take_few_launches(case, monkeypatch):
+    operator, more, off, pays, names = MANY[case]
+    given = large(17, **more)
+    given = backward_of(given) if operator is attention_backward else given
+    monkeypatch.setattr(switches, "OFF", frozenset(filter(None, [off])))
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: pays)
+    with noted() as launches:
+        call(operator, **given)
     assert [name for name, *_ in launches] == [f"{name}_kernel" for name in names]
-
-
-@pytest.mark.parametrize("off", ["terms", "waves"])
-def test_what_is_off_is_tanh(off, monkeypatch):
-    monkeypatch.setattr(switches, "OFF", frozenset((off,)))
-    with noted() as launches, patch.object(plans, "pays_by_fourier", return_value=True):
-        call(attention, **large(17))
-        call(attention_backward, **backward_of(large(17)))
-    names = {name.removesuffix("_kernel") for name, *_ in launches}
-    assert ("rational_terms" in names, "grad_fourier" in names) == (off != "terms", off != "waves")
-    assert ("scores" in names, "grad_tanh" in names) == (off == "terms", off == "waves")
 
 
 @pytest.fixture
@@ -401,13 +368,22 @@ def test_experiments_of_a_check_reach_their_family(family, checked, monkeypatch)
             assert ("combine" in names) == ("split" in each.name)
 
 
-def test_no_launch_is_kept_where_that_is_off(monkeypatch):
-    monkeypatch.setattr(switches, "OFF", frozenset(("kept-launches",)))
+# Kernels of a watched call may be instrumented: they are nobody's plan.
+NOT_KEPT = {
+    "off": (switches, "OFF", frozenset(("kept-launches",))),
+    "instrumented": (triton.knobs.compilation, "instrumentation_mode", "proton"),
+    "a hook": (triton.knobs.runtime.launch_enter_hook, "calls", [id]),
+}
+
+
+@pytest.mark.parametrize("why", NOT_KEPT)
+def test_no_launch_is_kept(why, monkeypatch):
+    monkeypatch.setattr(*NOT_KEPT[why])
     with noted() as launches:
         for _ in range(3):
             call(attention, **large(1))
+        assert launch.plans == {}
     assert len(launches) == 3
-    assert launch.plans == {}
 
 
 def test_fourier_sums_are_for_long_sequences():
@@ -437,24 +413,6 @@ def test_memory_of_a_piece_is_free_before_the_next(monkeypatch):
     peaks = [max(living[15 * n :][:15]) for n in range(4)]
     assert peaks == peaks[:1] * 4, living
     assert living[-1] <= max(living[:3]) + 1, living
-
-
-@pytest.mark.parametrize("instrumented", [True, False])
-def test_what_a_profiler_compiles_is_not_launched_again(monkeypatch, instrumented):
-    """Kernels of a watched call may be instrumented: they are nobody's plan."""
-    given, seen = large(1), []
-    with noted():
-        if instrumented:
-            monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "proton")
-        else:
-            triton.knobs.runtime.launch_enter_hook.add(seen.append)
-        try:
-            for _ in range(3):
-                call(attention, **given)
-        finally:
-            if not instrumented:
-                triton.knobs.runtime.launch_enter_hook.remove(seen.append)
-        assert launch.plans == {}
 
 
 @pytest.mark.parametrize(
@@ -498,20 +456,15 @@ def test_plans_are_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_hook_sees_every_launch(which):
-    given, chain = large(1), getattr(triton.knobs.runtime, which)
+def test_a_hook_sees_every_launch(which, monkeypatch):
     with noted() as launches:
         for _ in range(2):
-            call(attention, **given)
-        seen = []
-        chain.add(seen.append)
-        try:
-            with patch.object(triton.JITFunction, "run", autospec=True) as run:
-                run.return_value = None
-                call(attention, **given)
-        finally:
-            chain.remove(seen.append)
-        assert 2 * run.call_count == len(launches) > 0
+            call(attention, **large(1))
+        monkeypatch.setattr(getattr(triton.knobs.runtime, which), "calls", [id])
+        with patch.object(triton.JITFunction, "run", autospec=True) as run:
+            run.return_value = None
+            call(attention, **large(1))
+    assert 2 * run.call_count == len(launches) > 0
 
 
 def test_products_under_autocast_keep_the_dtype():
@@ -532,7 +485,6 @@ def test_launches_go_to_the_device_of_the_tensors():
         for _ in range(2):
             call(attention, **given)
         ((key, plan),) = launch.plans.items()
-        launch.plans[key] = plan._replace(gpu=1)
         now = [0]
 
         @contextmanager
@@ -541,12 +493,13 @@ def test_launches_go_to_the_device_of_the_tensors():
             yield
             now[0] = before
 
+        streams = []
+        here = plan._replace(gpu=1, stream=lambda _: streams.append(now[0]))
         with (
             patch.object(launch, "_current_device", lambda: now[0]),
             patch.object(torch.cuda, "device", device),
+            patch.dict(launch.plans, {key: here}),
         ):
-            streams = []
-            launch.plans[key] = launch.plans[key]._replace(stream=lambda _: streams.append(now[0]))
             call(attention, **given)
     assert streams == [1]
     assert len(launches) == 3 * len(plan.kernels)

@@ -26,9 +26,8 @@ DEEP = re.compile(
     r"test_projections.*torch.float\d\d\]|"
     r"test_dropout.*\[18|test_magnitudes|"
     r"test_inside\[(?!tanh-18|relu of f|leaky_relu-2|sigmoid of f)|"
-    r"test_a_fused_module_launches_kernels\[(?!tacotron\])|"
-    r"test_everything_is_on_one_device\[peer-(?!tacotron\])|"
-    r"test_a_fused_style_launches_kernels\[(?!join_expanded|join_leaky)"
+    r"test_a_fused_module_launches_kernels\[(?!peer-tacotron\]|style-join_(expanded|leaky))|"
+    r"test_everything_is_on_one_device\[peer-(?!tacotron\])"
 )
 
 

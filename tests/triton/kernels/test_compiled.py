@@ -4,6 +4,7 @@ import pytest
 import torch
 from opchecked import opcheck
 from parity import DEVICE
+from torch.utils._pytree import tree_map_only
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
@@ -164,59 +165,37 @@ def test_a_backend_that_is_not_loaded():
 
 
 MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
+NO_MASK = r"valid_lens must have an integer .* \(a bool mask is given as mask=\), got torch.bool$"
+OF_SHAPE = r"valid_lens must have shape \(2,\) or \(2, 3\), got "
+BOOL = "valid_lens must have an integer dtype .*, got torch.bool$"
+FEATURES, W_F = torch.ones(2, 6, 3), torch.ones(5, 3)
+WRONG = {
+    "a mask per query": (TypeError, NO_MASK, {"valid_lens": MASK}),
+    "a mask per row": (TypeError, NO_MASK, {"valid_lens": MASK[:, :1]}),
+    "bool lengths": (TypeError, BOOL, {"valid_lens": MASK[..., 0]}),
+    "numbers per key": (ValueError, OF_SHAPE + r"\(2, 3, 6\)$", {"valid_lens": MASK.double()}),
+    "another batch": (ValueError, OF_SHAPE + r"\(3,\)$", {"valid_lens": torch.ones(3)}),
+    "features alone": (ValueError, "w_f must be given with features", {"features": FEATURES}),
+    "features of another batch": (
+        ValueError, "features must have the batch size", {"features": FEATURES[:1], "w_f": W_F},
+    ),
+    "an activation": (ValueError, "activation must be one of 'tanh', ", {"activation": 4}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("lens", "error", "message"),
-    [
-        (MASK, TypeError, r"have an integer .* \(a bool mask is given as mask=\), got torch.bool"),
-        (MASK[:, :1], TypeError, r"have .* \(a bool mask is given as mask=\), got torch.bool"),
-        (MASK[..., 0], TypeError, "have an integer dtype .*, got torch.bool"),
-        (MASK.double(), ValueError, r"have shape \(2,\) or \(2, 3\), got \(2, 3, 6\)"),
-        (torch.ones(3), ValueError, r"have shape \(2,\) or \(2, 3\), got \(3,\)"),
-    ],
-    ids=["mask per query", "mask per row", "bool", "numbers per key", "another batch"],
-)
-def test_the_operators_of_triton_read_no_mask_as_lengths(lens, error, message):
-    q, k, v, w = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
-    for call in served_by_triton(q, k, v, w):
-        with pytest.raises(error, match=f"^valid_lens must {message}$"):
-            call(valid_lens=lens.to(DEVICE))
-
-
-WRONG_INSIDE = {
-    "w_f must be given with features": {"features": torch.ones(2, 6, 3)},
-    "features must have the batch size": {"features": torch.ones(6, 2, 3), "w_f": torch.ones(5, 3)},
-    "activation must be one of 'tanh', ": {"activation": 4},
-}
-
-
-@pytest.mark.parametrize("message", WRONG_INSIDE)
-def test_the_operators_of_triton_check_what_is_inside(message):
-    inside = {
-        n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-        for n, x in WRONG_INSIDE[message].items()
-    }
-    for call in served_by_triton(draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            call(**inside)
-
-
-def served_by_triton(*tensors):
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_operators_of_triton_refuse(wrong):
     """``attention`` and its backward, both as they are and by their operators."""
+    error, message, given = WRONG[wrong]
+    options = {"backend": 1, **tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), given)}
+    tensors = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
     context, weights = ops.attention.default(*tensors, backend=1)
     grads = (weights, None, None, context, weights, 15)
-
-    def direct(of, *given):
-        run = of.in_python["triton"]
-        return lambda **options: run(*of.named(*given, **options, backend=1).values())
-
-    def by_operator(function, *given):
-        return lambda **options: function(*given, **options, backend=1)
-
-    return (
-        direct(attention, *tensors),
-        direct(attention_backward, *grads, *tensors),
-        by_operator(ops.attention.default, *tensors),
-        by_operator(ops.attention_backward, *grads, *tensors),
-    )
+    for operator, kernel, inputs in (
+        (attention, ops.attention.default, tensors),
+        (attention_backward, ops.attention_backward, (*grads, *tensors)),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            operator.in_python["triton"](*operator.named(*inputs, **options).values())
+        with pytest.raises(error, match=f"^{message}"):
+            kernel(*inputs, **options)

@@ -6,11 +6,13 @@ import parity
 import pytest
 import torch
 from contract import FORMS, scattered
+from decoders import CELLS, by_steps, layer, operator_of, results
+from decoders import given as tensors_of
 from drawing import cases, drawn
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
-from parity import Case, attended, called, check, eager, fused, scored
-from targets import INTERPRETER, TABLE
+from parity import Case, attended, called, check, fused, scored
+from targets import INTERPRETER, TABLE, forward_only
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
@@ -18,6 +20,7 @@ from bahdanau_fast import reference, run
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.modules import decoder_loop
 
 DTYPES, SIZES = INTERPRETER.dtypes, INTERPRETER.sizes
 
@@ -176,12 +179,10 @@ def test_magnitudes_near_and_far_in_one_call(queries, dtype):
 
 
 def projecting(inputs, lens):
-    """Forward only: a step that projects its queries in the kernel, and the gradients of none."""
+    """A step that projects its queries in the kernel, without gradients."""
     with torch.no_grad():
-        got = fused(inputs, lens, "triton")
-    outputs = eager(inputs, lens)
-    # Our values in the graph of eager's, whose gradients are not what is tested here.
-    return tuple(out + (ours - out).detach() for ours, out in zip(got, outputs, strict=True))
+        found = fused(inputs, lens, "triton")
+    return forward_only(found, inputs, lens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -198,6 +199,26 @@ def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch)
     sizes = {"B": 3, "Tq": queries, "Tk": 67, "H": 37, "Dq": 33, "Dk": 90, "Dv": 20}
     check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, projecting)
     assert asked == [(True, True, True)]
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.4])
+@pytest.mark.parametrize("cls", CELLS)
+def test_all_steps_of_a_decoder(cls, dropped, monkeypatch):
+    where = {"device": parity.DEVICE}
+    module = layer(cls, 2, torch.float32, attention_dropout=dropped, **where)
+    tensors = tensors_of(cls, 2, torch.float32, T=3, B=2, Tk=5, **where)
+    lens = torch.tensor([5, 2], **where)
+
+    def run():
+        torch.manual_seed(0)
+        return results(module, tensors, lens)
+
+    monkeypatch.setattr(decoder_loop, "_operator", operator_of("triton"))
+    got = run()
+    if dropped:  # by other numbers than step by step; the same from the same seed
+        torch.testing.assert_close(run(), got, rtol=0, atol=0)
+    else:
+        torch.testing.assert_close(got, by_steps(run), rtol=1e-4, atol=1e-5)
 
 
 WAYS = fused, called, attended

@@ -1,17 +1,57 @@
-"""Both sides of every magnitude at which the kernels change path, or hold an exponential back.
+"""Projections of every size, and both sides of every magnitude at which the kernels change path.
 
-Drawn normal numbers never put four neighbours there at once: here all projections have one sign and
-nearly one size, forward and backward.
+Gradients of many queries in 16 bits are Fourier sums, or one by one: the kernel decides from the
+largest projections, and from what comes of the gradients, in each tile. Those of few queries and of
+short sequences, which take tanh itself, are judged beside them. Drawn normal numbers never put four
+neighbours at a magnitude at once: in ``test_near`` all projections have one sign and nearly one
+size.
 """
 
+import itertools
 import math
 
 import parity
 import pytest
 import torch
 from near import Near, of_saturated
+from projected import PROJECTIONS, case_of
 
-from bahdanau_fast.kernels import elementary
+from bahdanau_fast.kernels import elementary, plans
+
+HALF = (torch.bfloat16, torch.float16)
+EVERY = (torch.float32, *HALF)
+CASES = [(*case, dtype) for case in itertools.product(PROJECTIONS, (2, 37)) for dtype in EVERY]
+# 1.004 times what is allowed: eager's slopes are one there, without a rounding.
+CASES.remove(("opposite 0.01 0.01", 37, torch.float32))
+
+
+def check(case, dtype, *least):
+    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"), *least)
+
+
+@pytest.fixture(params=[True, False], ids=["fourier", "tanh"])
+def by_fourier(request, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: request.param)
+
+
+@pytest.mark.parametrize(("kind", "queries", "dtype"), CASES, ids=str)
+def test_projections(kind, queries, dtype, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: True)
+    check(case_of(kind, dtype, Tq=queries), dtype)
+
+
+# Kind, hidden units, w_v of the far one: an offset of all scores, which a softmax does not see;
+# units past the last, whose slopes are one; and saturated units, of which one outweighs all others.
+SEEM_RIGHT = [("far 6.0 0.1", 8, 64.0), *(("all 8.0", n, 0.0) for n in (1, 2, 3, 5))]
+SEEM_RIGHT += [("far 6.0 0.1", 4, 10.0), ("keys 8.0", 8, 1000.0)]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("kind", "hidden", "weight"), SEEM_RIGHT)
+def test_tiles_that_seem_right(kind, hidden, weight, dtype, by_fourier):
+    sizes = {"B": 1, "Tq": 18, "Tk": 20, "H": hidden, "Dq": hidden, "Dk": hidden, "Dv": 3}
+    check(case_of(kind, dtype, **sizes, far_weight=weight), dtype)
+
 
 # |a + c| where: four denominators are multiplied, or two; 2^(2 z / log 2) is held; fp32's tanh near
 # zero is a polynomial; and the table of queries overflows.
@@ -22,8 +62,6 @@ SMALL = 1.0  # |c| up to which fp32 adds up tanh
 
 # Units enough for four neighbours in one program, and queries enough for the tables, or a step.
 SIZES = {"B": 2, "Tk": 3, "H": 64, "Dq": 64, "Dk": 64, "Dv": 16, "bias": False}
-HALF = (torch.bfloat16, torch.float16)
-EVERY = (torch.float32, *HALF)
 PLACES = [
     *(("four", 17, dtype, FOUR / 2, FOUR / 2) for dtype in EVERY),
     *(("two", 17, dtype, TWO / 2, TWO / 2) for dtype in EVERY),
@@ -38,14 +76,6 @@ PLACES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def exact(monkeypatch):
-    """Judged by slopes that fp64 calls zero."""
-    monkeypatch.setattr(
-        parity, "oracle", lambda case, drawn, dtype: parity.long_double(case, drawn)
-    )
-
-
 def test_these_are_the_places():
     values = (elementary.NEAR_FOUR, elementary.NEAR_TWO, elementary.SMALL)
     assert tuple(constant.value for constant in values) == (FOUR, TWO, SMALL)
@@ -54,10 +84,12 @@ def test_these_are_the_places():
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
 @pytest.mark.parametrize(("place", "queries", "dtype", "of_query", "of_key"), PLACES, ids=str)
-def test_near(place, queries, dtype, of_query, of_key, factor):
+def test_near(place, queries, dtype, of_query, of_key, factor, monkeypatch):
+    # Judged by slopes that fp64 calls zero.
+    monkeypatch.setattr(parity, "oracle", lambda case, drawn, _: parity.long_double(case, drawn))
     sizes = (of_query if "large" in place else factor * of_query, factor * of_key)
     # So large that fp16 has the gradients in full.
     large = {"context": 1e3, "weights": 1e3} if dtype == torch.float16 else {}
     case = Near(**SIZES, Tq=queries, scale=large, of_query=sizes[0], of_key=sizes[1])
     least = of_saturated(case, dtype) if "large" in place else {}
-    parity.check(case, dtype, lambda *given: parity.fused(*given, backend="triton"), least)
+    check(case, dtype, least)
