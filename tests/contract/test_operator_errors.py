@@ -27,69 +27,51 @@ GRADS = {
     "needs": 511,
 }
 
-WRONG = [
-    {"values": ones(7)},
-    {"values": ones(2, 4, 7)},
-    {"values": ones(2, 5, 7).int()},
-    {"w_v": ones(7)},
-    {"w_v": ones(9)},
-    {"w_v": ones(2, 4)},
-    {"w_v": ones(8, 1)},
-    {"w_v": torch.tensor(1.0)},
-    {"w_v": ones(8).double()},
-    {"valid_lens": ones(3)},
-    {"valid_lens": ones(2, 2)},
-    {"valid_lens": torch.tensor(1)},
-    {"valid_lens": ones(2) > 0},
-    {"valid_lens": ones(2, dtype=torch.complex64)},
-    {"valid_lens": ones(2, 3, 5) > 0},
-    {"mask": ones(2, 3, 5)},
-    {"mask": ones(2, 5) > 0},
-    {"mask": ones(2, 2, 5) > 0},
-    {"mask": ones(3, 1, 5) > 0},
-    {"mask": ones(2, 1, 4) > 0},
-    {"features": ones(2, 5, 4)},
-    {"w_f": ones(8, 4)},
-    {"features": ones(2, 4, 4), "w_f": ones(8, 4)},
+
+def listed(*more, **wrong):
+    """Arguments that are wrong: each value of a name, and what is wrong together."""
+    return [{name: x} for name, values in wrong.items() for x in values] + [*more]
+
+
+WRONG = listed(
+    *({"w_f": ones(8, 4), "features": x} for x in (ones(2, 4, 4), ones(2, 5, 4).double())),
     {"features": ones(2, 5, 4), "w_f": ones(8, 3)},
-    {"features": ones(2, 5, 4).double(), "w_f": ones(8, 4)},
-    {"activation": 4},
-    {"dropout_p": -0.5},
-    {"dropout_p": 1.5},
-    {"dropout_p": float("nan")},
-    {"dropout_p": 0.5},
-    {"dropout_p": -0.5, "seed": torch.tensor([1])},
-    {"dropout_p": 1.5, "seed": torch.tensor([1])},
-    {"dropout_p": 0.5, "seed": ones(1)},
-    {"dropout_p": 0.5, "seed": torch.tensor([1, 2])},
-    {"dropout_p": 0.5, "seed": torch.tensor([], dtype=torch.int64)},
-]
-WRONG_PROJECTED = [
-    {"queries": ones(2, 8)},
-    {"queries": ones(2, 3, 9)},
-    {"queries": ones(2, 3, 8).to(torch.complex64)},
-    {"queries": ones(2, 3, 8) > 0},
-    {"keys": ones(2, 8)},
-    {"keys": ones(1, 5, 8)},
-    {"keys": ones(2, 6, 8)},
-    {"keys": ones(2, 5, 8).half()},
-    {"w_q": ones(8, 7)},
-    {"w_q": ones(4, 8)},
-    {"w_k": ones(8, 7)},
-    {"bias": ones(8)},
-    {"table": ones(2, 5, 3).double(), "keys_max": ones(2).double()},
-    {"table": ones(2, 5, 8).double(), "keys_max": ones(3).double()},
-    {"table": ones(2, 5, 8).double(), "keys_max": ones(2)},
-    {"table": ones(2, 8, 5).double().transpose(1, 2), "keys_max": ones(2).double()},
-]
-WRONG_STEP = [{"w_q": ones(8, 5)}, {"w_q": ones(7, 4)}, {"w_k": ones(8, 7)}, {"bias": ones(8)}]
-WRONG_RAW = [
-    {"queries": ones(2, 4)},
-    {"queries": ones(2, 3, 4).double()},
-    {"w_q": ones(8)},
+    *({"dropout_p": p, "seed": torch.tensor([1])} for p in (-0.5, 1.5)),
+    *({"dropout_p": 0.5, "seed": x} for x in (ones(1), torch.tensor([1, 2]), ones(0).long())),
+    values=[ones(7), ones(2, 4, 7), ones(2, 5, 7).int()],
+    w_v=[*map(ones, [7, 9, (2, 4), (8, 1)]), torch.tensor(1.0), ones(8).double()],
+    valid_lens=[
+        *(ones(3), ones(2, 2), torch.tensor(1), ones(2).to(torch.complex64)),
+        *(ones(2) > 0, ones(2, 3, 5) > 0),
+    ],
+    mask=[ones(2, 3, 5), *(ones(s) > 0 for s in ((2, 5), (2, 2, 5), (3, 1, 5), (2, 1, 4)))],
+    features=[ones(2, 5, 4)],
+    w_f=[ones(8, 4)],
+    activation=[4],
+    dropout_p=[-0.5, 1.5, float("nan"), 0.5],
+)
+OF_TABLE = {"table": ones(2, 5, 8).double(), "keys_max": ones(2).double()}
+WRONG_PROJECTED = listed(
+    *(
+        OF_TABLE | wrong
+        for wrong in listed(
+            table=[ones(2, 5, 3).double(), ones(2, 8, 5).double().transpose(1, 2)],
+            keys_max=[ones(3).double(), ones(2)],
+        )
+    ),
+    queries=[ones(2, 8), ones(2, 3, 9), ones(2, 3, 8).to(torch.complex64), ones(2, 3, 8) > 0],
+    keys=[ones(2, 8), ones(1, 5, 8), ones(2, 6, 8), ones(2, 5, 8).half()],
+    w_q=[ones(8, 7), ones(4, 8)],
+    w_k=[ones(8, 7)],
+    bias=[ones(8)],
+)
+WRONG_STEP = listed(w_q=[ones(8, 5), ones(7, 4)], w_k=[ones(8, 7)], bias=[ones(8)])
+WRONG_RAW = listed(
     {"queries": RAW["queries"], "w_q": None},
-    {"table": ones(2, 5, 8).double(), "keys_max": ones(2).double()},
-]
+    OF_TABLE,
+    queries=[ones(2, 4), ones(2, 3, 4).double()],
+    w_q=[ones(8)],
+)
 
 
 def elsewhere(value):

@@ -97,44 +97,6 @@ def test_queries_of_all_rows(attention, shape, is_parameter, backend):
     close(of_several, attention(rows, k, v, LENS).expand(2, *want[0].shape))
 
 
-SWAPPED = {
-    # queries, keys, the cure in the message
-    ((2, B, D), (B, TK, D)): r"queries must have .*, got \(2, 3, 5\): .* is hidden\[-1\]$",
-    ((1, B, D), (B, TK, D)): r"hidden\[-1\]; queries of all rows are queries.expand\(3, -1, -1\)$",
-    ((B, 1, D), (TK, B, D)): r"the batch comes first, keys.transpose\(0, 1\)$",
-    ((1, 1, D), (TK, 1, D)): r"keys.transpose\(0, 1\); .* queries.expand\(9, -1, -1\)$",
-    ((B, 1, D), (B, 2, TK, D)): r"image are keys.flatten\(1, 2\)$",
-    ((1, 1, D), (B, 2, TK, D)): r"image are keys.flatten\(1, 2\)$",
-    ((B, D), (B, 2, TK, D)): r"image are keys.flatten\(1, 2\)$",
-    ((1, D), (B, TK, D)): r"batch dimensions of .*\(3,\), and one or two more, got \(1, 5\)$",
-    ((2, TQ, D), (B, TK, D)): r"must have the batch size of [^:]*$",
-}
-
-
-@pytest.mark.parametrize(("shapes", "message"), SWAPPED.items())
-def test_errors_name_the_cure(attention, shapes, message):
-    queries, keys = (drawn(*shape) for shape in shapes)
-    ways = (
-        lambda: attention(queries, keys),
-        lambda: attention.attend(queries, attention.memory(keys)),
-        lambda: bf.additive_attention(queries, keys, keys, *weights_of(attention)),
-    )
-    for way in ways:
-        with pytest.raises(ValueError, match=message):
-            way()
-
-
-def test_the_state_of_an_lstm(attention):
-    state, keys = (drawn(1, B, D), drawn(1, B, D)), drawn(B, TK, D)
-    for call in (
-        lambda: attention(state, keys),
-        lambda: attention.attend(state, attention.memory(keys)),
-        lambda: bf.additive_attention(state, keys, keys, *weights_of(attention)),
-    ):
-        with pytest.raises(TypeError, match=r"LSTM's state \(h, c\) pass h\[-1\]\), got tuple"):
-            call()
-
-
 # ---- causal, query_mask, scale, scores -----------------------------------------------------------
 
 
@@ -270,23 +232,6 @@ def test_masked_scores(attention, clip, backend):
     close(of_state, masked[:, 0])
     unmasked = attention.memory(k)
     close(attention.scores(q, unmasked, masked=True), attention.scores(q, unmasked))
-
-
-WRONG = [
-    ({"query_mask": QUERY_MASK.float()}, TypeError, "query_mask must be bool, .*float32$"),
-    ({"query_mask": [True]}, TypeError, "query_mask must be a tensor, got list"),
-    ({"query_mask": QUERY_MASK[:, :1]}, ValueError, r"have shape \(3, 4\), got \(3, 1\)"),
-    ({"query_mask": QUERY_MASK.to("meta")}, ValueError, "query_mask must be on the device"),
-    ({"scale": "2"}, TypeError, "scale must be a number, got str"),
-    ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
-]
-
-
-@pytest.mark.parametrize("way", [of_function, of_module, of_memory, with_scores])
-@pytest.mark.parametrize(("options", "kind", "message"), WRONG)
-def test_errors_of_options(attention, way, options, kind, message):
-    with pytest.raises(kind, match=message):
-        way(attention, drawn(B, TQ, D), drawn(B, TK, D), drawn(B, TK, DV), **options)
 
 
 # ---- any three of them ---------------------------------------------------------------------------

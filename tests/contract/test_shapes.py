@@ -365,17 +365,3 @@ def test_features_that_do_not_fit_the_batch(function):
             features=ones(3, 2, TK, 2),
             w_f=ones(H, 2),
         )
-
-
-def test_rows_of_a_memory_without_a_batch():
-    module, given = made("additive", "all keys")
-    memory = module.memory(given["keys"][0])
-    with pytest.raises(ValueError, match="memory must have a batch dimension to be indexed"):
-        memory[[0]]
-
-
-def test_recurrent_layers_take_one_batch_dimension():
-    layer = bf.AttentionGRU(2, D)
-    keys = torch.zeros(2, 3, TK, D)
-    with pytest.raises(ValueError, match=r"keys must have one batch dimension, got \(2, 3\)"):
-        layer(torch.zeros(4, 6, 2), keys=keys)

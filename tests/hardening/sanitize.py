@@ -24,7 +24,7 @@ ADDRESS = {
     "test_fuzz.py": "",
     "test_decoding.py": "not opcheck",
     "test_greedy.py": "not opcheck and not hook",
-    "test_recurrent.py": "not errors and not hook",
+    "test_recurrent.py": "not hook",
     "test_deferred.py": "",
     "test_step.py": "",
     "test_projection.py": "few_rows or wanted or values_and_gradients",

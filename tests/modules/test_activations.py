@@ -116,20 +116,6 @@ def test_an_activation_cannot_be_exchanged(module):
         module.activation = "tanh"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "said"),
-    [
-        ({"activation": "gelu"}, ValueError, "activation must be one of 'tanh', 'relu', 'leaky_re"),
-        ({"activation": torch.relu}, ValueError, "activation must be one of"),
-        ({"negative_slope": float("inf")}, ValueError, "negative_slope must be finite, got inf"),
-        ({"negative_slope": "0.1"}, TypeError, "negative_slope must be a number, got str"),
-    ],
-)
-def test_errors(wrong, error, said):
-    with pytest.raises(error, match=said):
-        bf.AdditiveAttention(8, **wrong)
-
-
 # ---- recurrent layers ----------------------------------------------------------------------------
 
 

@@ -198,6 +198,7 @@ def test_hooks_defaults_copies_and_words(feeding):
     outputs, _ = module(**plain)
     assert seen == ([(B, 1, H)] * T if feeding else [(B, T, H)])
     assert not outputs[..., H:].any()
+    assert feeding or (type(module.rnn), module.rnn.input_size) == (nn.GRU, E)
 
 
 @FEEDING
@@ -225,24 +226,3 @@ def test_gradients_by_finite_differences():
         return tuple(called(module, dict(zip(names, leaves, strict=True))))
 
     assert torch.autograd.gradcheck(function, [tensors[n] for n in names], fast_mode=True)
-
-
-def test_errors():
-    module, tensors = drawn(bf.AttentionGRU)
-    first, still = layer(bf.AttentionGRU), drawn(bf.AttentionGRU, feeding=False)[0]
-    source = tensors["inputs"], None, tensors["keys"], tensors["values"]
-    for error, message, of, context in (
-        (ValueError, r"context must have shape \(5, 4\), got \(5, 3\)", module, torch.zeros(B, E)),
-        (TypeError, "context must have the dtype", module, torch.zeros(B, DV)),
-        (TypeError, "context must be a tensor", module, 0.0),
-        (TypeError, "context must be None where no step takes", first, tensors["context"]),
-        (TypeError, "context must be None where no step takes", still, tensors["context"]),
-    ):
-        with pytest.raises(error, match=message):
-            of(*source, context=context)
-    with pytest.raises(ValueError, match="inputs must have feature size 3"):
-        still(torch.zeros(T, B, E + 1).double(), *source[1:])
-    with pytest.raises(ValueError, match="input_feeding must be True where attention is first"):
-        bf.AttentionGRU(E, H, input_feeding=False)
-    assert isinstance(still.rnn, nn.GRU)
-    assert still.rnn.input_size == E

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 
 import bahdanau_fast as bf
 
@@ -85,12 +84,3 @@ def test_copies_and_dtypes(dtype):
     assert module.explain(inputs, keys=keys).split(": ")[1].startswith("step by step")
     with torch.autocast("cpu", torch.bfloat16):
         module(inputs, keys=keys)
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="input_feeding must be True with a location"):
-        made(bf.AttentionGRU, "coverage", attention_first=False, input_feeding=False)
-    module, inputs, keys = made(bf.AttentionGRU, "coverage")
-    packed = pack_sequence([x[:n] for x, n in zip(inputs.unbind(1), (5, 3, 1), strict=True)])
-    with pytest.raises(TypeError, match="inputs must be padded with a location"):
-        module(packed, keys=keys)

@@ -48,13 +48,3 @@ def test_losses(formula, with_lens):
     if with_lens:  # of steps that there are not
         assert grad[1, 2:].abs().max() == 0
         assert grad[2].abs().max() == 0
-
-
-def test_errors():
-    weights = torch.rand(B, T, TK)
-    with pytest.raises(ValueError, match="width must be positive, got 0"):
-        losses.guided(weights, width=0)
-    with pytest.raises(ValueError, match="weights must have 3 dimensions"):
-        losses.coverage(weights[0])
-    with pytest.raises(ValueError, match=r"source_lens must have shape \(3,\)"):
-        losses.doubly_stochastic(weights, None, torch.ones(B, TK))
