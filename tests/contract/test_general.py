@@ -254,61 +254,9 @@ def test_gradcheck_and_second_derivatives(form, of):
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-class Attention(torch.nn.Module):
-    """Everything at once, as a module that can be exported."""
-
-    def forward(self, inputs, valid_lens):
-        values = inputs["values"]
-        inputs = {n: x for n, x in inputs.items() if n != "values"}
-        look = {"valid_lens": valid_lens}
-        look["mask"] = torch.arange(values.shape[1]) % 3 != valid_lens.unsqueeze(1) % 3
-        attended = bf.additive_attention(values=values, **inputs, **look, activation="relu")
-        return (*attended, bf.additive_scores(**inputs, clip=10.0))
-
-
 def tensors(dtype=torch.float32, grad=False):
     drawn = Case(**LARGE, C=4).draw(torch.float32)
     return {n: x.to(dtype).requires_grad_(grad) for n, x in drawn.items() if n in INPUTS}
-
-
-def test_compile_in_one_graph():
-    inputs, valid = tensors(torch.float64, grad=True), torch.tensor([3, 53, 0])
-    want = Attention()(inputs, valid)
-    got = torch.compile(Attention(), fullgraph=True)(inputs, valid)
-    grads = []
-    for results in (want, got):
-        torch.testing.assert_close(results, want)
-        loss = sum((x * x).sum() for x in results)
-        grads.append(torch.autograd.grad(loss, list(inputs.values())))
-    torch.testing.assert_close(*grads)
-
-
-def test_export():
-    given = (tensors(), torch.tensor([3, 53, 0]))
-    exported = torch.export.export(Attention(), given).module()
-    torch.testing.assert_close(exported(*given), Attention()(*given))
-
-
-def test_vmap_and_forward_mode():
-    inputs = tensors()
-    want = bf.additive_scores(**{n: x for n, x in inputs.items() if n != "values"})
-    keys = inputs.pop("keys")
-    del inputs["values"]
-    got = torch.vmap(lambda k: bf.additive_scores(keys=k, **inputs))(torch.stack([keys, keys + 1]))
-    torch.testing.assert_close(got[0], want)
-    got, _ = torch.func.jvp(
-        lambda k: bf.additive_scores(keys=k, **inputs), (keys,), (torch.ones_like(keys),)
-    )
-    torch.testing.assert_close(got, want)
-
-
-def test_autocast():
-    inputs = tensors()
-    with torch.autocast("cpu", torch.bfloat16):
-        context, weights = bf.additive_attention(**inputs)
-    exact, _ = bf.additive_attention(**inputs)
-    assert context.dtype == weights.dtype == torch.bfloat16
-    torch.testing.assert_close(context.float(), exact, rtol=0.05, atol=0.05)
 
 
 def test_distributed_tensors():

@@ -1,7 +1,6 @@
 """What people leave out, share or add: default values, one query for all rows, causal attention."""
 
 import copy
-import pickle
 import random
 
 import pytest
@@ -188,22 +187,6 @@ def test_options_keep_the_parity_rule(attention, options, dtype, way, backend):
         assert not got[0][~QUERY_MASK].any()
         assert not got[1][~QUERY_MASK].any()
         assert way is with_scores or not got[-7][~QUERY_MASK].any()  # scores have a gradient
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_in_other_modes_of_torch(attention, options):
-    q, k, v = drawn(B, TQ, D), drawn(B, TK, D, seed=2), drawn(B, TK, DV, seed=3)
-    leaves = [q, k, v, *attention.parameters()]
-    want = with_gradients(plain(attention, q, k, v, **options)[:1], leaves)
-    copies = copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))
-    for module in (*copies, torch.compile(attention, backend="aot_eager", fullgraph=True)):
-        of = [q, k, v, *module.parameters()]
-        close(with_gradients([module(q, k, v, **options)], of), want)
-    program = torch.export.export(attention, (q, k, v), options)
-    close(program.module()(q, k, v, **options), want[0])
-    with torch.autocast("cpu"):
-        low = attention.float()(*(x.float() for x in (q, k, v)), **options)
-    torch.testing.assert_close(low.double(), want[0], rtol=0.05, atol=0.05)
 
 
 def test_layers_and_dropout_that_are_called(attention):

@@ -1,8 +1,5 @@
 """AttentionGRU and AttentionLSTM whose attention sees where the steps before looked."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -73,14 +70,9 @@ def test_as_by_hand(form, cell, first):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_copies_and_dtypes(dtype):
+def test_dtypes(dtype):
     module, inputs, keys = made(bf.AttentionGRU, "and their sum", dtype)
     outputs, _ = module(inputs, keys=keys)
     assert outputs.dtype == dtype
     assert module.attention_weights.shape == (B, T, TK)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(module)))
-    again.load_state_dict(module.state_dict())
-    assert torch.equal(again(inputs, keys=keys)[0], outputs)
     assert module.explain(inputs, keys=keys).split(": ")[1].startswith("step by step")
-    with torch.autocast("cpu", torch.bfloat16):
-        module(inputs, keys=keys)

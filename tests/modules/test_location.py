@@ -318,14 +318,6 @@ def test_gradients_of_the_convolution(taps, dtype):
         assert parity.error(ours, exact) <= most + slack
 
 
-def test_export():
-    module, (keys, values, queries, location) = made()
-    module = module.float()
-    given, seen = (queries[0], keys, values, location, LENS), {"mask": scattered(3, 37)}
-    exported = torch.export.export(module, given, seen).module()
-    torch.testing.assert_close(exported(*given, **seen), module(*given, **seen))
-
-
 def test_dropout_is_reproducible():
     module, (keys, values, queries, location) = made(dropout=0.5)
     module = module.float()

@@ -1,7 +1,6 @@
 """Layers that attend at every step: all at once, each way that there is, and one by one."""
 
 import copy
-import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -440,13 +439,6 @@ def test_a_sequence_in_two_parts():
     first, state = module(tensors["inputs"][:2], tensors["hidden"], memory=memory)
     second, state = module(tensors["inputs"][2:], state, memory=memory)
     torch.testing.assert_close([torch.cat((first, second)), state], [whole, last], **EXACT)
-
-
-def test_copies_and_pickles():
-    module, tensors = layer(bf.AttentionGRU), given(bf.AttentionGRU)
-    want = call(module, tensors)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        torch.testing.assert_close(call(twin, tensors), want)
 
 
 @BOTH
