@@ -10,12 +10,7 @@ from torch import nn
 
 from bahdanau_fast.modules.decoder_loop import _inputs
 from bahdanau_fast.ops import decode
-from bahdanau_fast.seq2seq import (
-    EncoderDecoder,
-    Seq2SeqAttentionDecoder,
-    Seq2SeqEncoder,
-    greedy,
-)
+from bahdanau_fast.seq2seq import EncoderDecoder, Seq2SeqAttentionDecoder, Seq2SeqEncoder, greedy
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 
 ops = torch.ops.bahdanau_fast

@@ -227,9 +227,7 @@ def test_a_step_is_one_operator_and_a_projection():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
 @pytest.mark.parametrize(
-    "seen",
-    [{"valid_lens": LENS}, {"mask": scattered(3, 1, 37)}],
-    ids=["lens", "mask"],
+    "seen", [{"valid_lens": LENS}, {"mask": scattered(3, 1, 37)}], ids=["lens", "mask"]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype, seen):

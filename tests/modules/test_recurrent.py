@@ -30,7 +30,7 @@ from decoders import (
 )
 from profiled import counts
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import bahdanau_fast as bf
 from bahdanau_fast.modules import decoder_loop
@@ -430,54 +430,6 @@ def test_layouts_and_defaults():
     assert cell.shape == hidden.shape == (2, B, H)
     assert module.attention_weights.shape == (B, T, TK)
     torch.testing.assert_close(module.attention_weights.sum(-1), torch.ones(B, T))
-
-
-def test_a_sequence_in_two_parts():
-    module, tensors = layer(bf.AttentionGRU, 2), given(bf.AttentionGRU, 2)
-    whole, last, _ = call(module, tensors)
-    memory = module.attention.memory(tensors["keys"], tensors["values"], LENS)
-    first, state = module(tensors["inputs"][:2], tensors["hidden"], memory=memory)
-    second, state = module(tensors["inputs"][2:], state, memory=memory)
-    torch.testing.assert_close([torch.cat((first, second)), state], [whole, last], **EXACT)
-
-
-@BOTH
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("lengths", [[6, 6, 4, 1, 1], [2, 6, 1, 5, 2], [3] * B], ids=str)
-def test_packed_inputs(cls, layers, lengths):
-    """As every sequence alone, gradients too; packing has its order, all else the batch's."""
-    module, tensors = layer(cls, layers), given(cls, layers)
-    mask = torch.arange(TK) % 3 > 0
-    names = ["inputs", "keys", "values", "hidden", *(["cell"] if "cell" in tensors else [])]
-
-    def called(inputs, rows):
-        _, keys, values, *states = (
-            tensors[n][:, rows] if n in names[3:] else tensors[n][rows] for n in names
-        )
-        hidden = tuple(states) if len(states) > 1 else states[0]
-        source = {"keys": keys, "values": values, "valid_lens": LENS[rows]}
-        source["mask"] = mask.expand(len(keys), TK)
-        outputs, last = module(inputs, hidden, **source)
-        return outputs, last if isinstance(last, tuple) else (last,), module.attention_weights
-
-    in_order = sorted(lengths, reverse=True) == lengths
-    packed = pack_padded_sequence(tensors["inputs"], lengths, enforce_sorted=in_order)
-    outputs, last, weights = called(packed, slice(None))
-    assert isinstance(outputs, PackedSequence)
-    padded, ends = pad_packed_sequence(outputs)
-    assert ends.tolist() == lengths
-    got = [padded, *last, weights]
-    rows = [
-        called(tensors["inputs"][:n, i : i + 1], slice(i, i + 1)) for i, n in enumerate(lengths)
-    ]
-    most = max(lengths)
-    want = [torch.cat([nn.functional.pad(o, (0, 0, 0, 0, 0, most - len(o))) for o, *_ in rows], 1)]
-    want += [torch.cat(states, 1) for states in zip(*(x for _, x, _ in rows), strict=True)]
-    want += [torch.cat([nn.functional.pad(w, (0, 0, 0, most - w.shape[1])) for *_, w in rows])]
-    torch.testing.assert_close(got, want, **EXACT)
-    leaves = [*tensors.values(), *module.parameters()]
-    got, want = (torch.autograd.grad(sum(x.cos().sum() for x in of), leaves) for of in (got, want))
-    torch.testing.assert_close(got, want, **EXACT)
 
 
 def test_packed_inputs_by_default_and_explained():
