@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from parity import (
     neighbour,
 )
 from targets import CPU, REFERENCE
+from thorough import every_dtype, one_of_each
 from torch.nn.functional import linear
 
 import bahdanau_fast as bf
@@ -104,9 +106,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", MODULES)
+@pytest.mark.parametrize(("how", "dtype", "backend"), every_dtype(MODULES, BACKENDS))
 @pytest.mark.parametrize("form", ["relu", "leaky_relu", "sigmoid"])
 def test_modules(form, how, dtype, backend):
     # Of so many rows that single steps are computed in fp32, too.
@@ -114,9 +114,7 @@ def test_modules(form, how, dtype, backend):
     check(case, dtype, partial(MODULES[how], backend=backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+@pytest.mark.parametrize(("sides", "dtype", "backend"), every_dtype(["q", "k", "qk"], BACKENDS))
 @pytest.mark.parametrize("form", [{}, FORMS["relu"], FORMS["features"]], ids=str)
 def test_projected_in_front(form, sides, dtype, backend):
     case = Case(**LARGE, **form, lens=lens(7, 53, 0))
@@ -145,12 +143,14 @@ def test_projected_keys_and_a_bias(sizes, activation, grad, backend):
         torch.testing.assert_close(got, scores, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 30.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "name", ["queries", "keys", "w_k", "bias", "features", "w_f", "w_v", "values"]
+SCALED = product(
+    ("queries", "keys", "w_k", "bias", "features", "w_f", "w_v", "values"), (1e-6, 1e-3, 30.0, 1e4)
 )
-def test_magnitudes(name, dtype, scale):
+IN_BOTH = ([(*case, dtype) for dtype in (torch.float32, torch.float64)] for case in SCALED)
+
+
+@pytest.mark.parametrize(("name", "scale", "dtype"), one_of_each(IN_BOTH))
+def test_magnitudes(name, scale, dtype):
     for fewer in ({}, {"Tq": 2, "H": 40}):  # fp32 is computed in fp64 for few
         sizes = {**LARGE, **fewer, "lens": lens(7, 53, 1)}
         CPU.check(Case(**sizes, C=10, scale={name: scale}), dtype)
@@ -189,9 +189,7 @@ def scored(function, case, drawn, dtype, clip, **options):
     return {n: x.detach().double().numpy() for n, x in named}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("row", SCORED)
+@pytest.mark.parametrize(("row", "dtype", "backend"), every_dtype(SCORED, BACKENDS))
 def test_scores(row, dtype, backend):
     given = {**LARGE, **SCORED[row]}
     clip = given.pop("clip", None)

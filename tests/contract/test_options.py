@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from contract import scattered
+from thorough import every_dtype
 
 import bahdanau_fast as bf
 from bahdanau_fast.parity import allowed, error
@@ -153,11 +154,12 @@ def with_scores(attention, q, k, v, valid_lens=None, **options):
     return context, attention.attention_weights, scores
 
 
-@BACKENDS
 @pytest.mark.parametrize("way", [of_function, of_module, of_memory, with_scores])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "dtype", "backend"), every_dtype(OPTIONS, ["auto", "reference"])
+)
 def test_options_keep_the_parity_rule(attention, options, dtype, way, backend):
+    options = OPTIONS[options]
     if "causal" in options and way in (of_memory, with_scores):
         options = {**options, "mask": torch.ones(1, TQ, TK, dtype=torch.bool).tril()}
         del options["causal"]

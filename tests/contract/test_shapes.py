@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
 from contract import scattered
+from thorough import one_of_each
 from torch import nn
 
 import bahdanau_fast as bf
@@ -198,10 +200,11 @@ def fresh():
     torch.compiler.reset()
 
 
-# The code of these is that of another: the graph of a state, the larger one, is enough.
-ALIKE = ("mlp", "coverage")
+# The code of these is that of another. The graph of a state is the larger one, and calls with
+# queries are compiled in test_built_in.py.
+ALIKE, deep, thorough = ("mlp", "coverage"), pytest.mark.deep, pytest.mark.thorough
 COMPILED = [
-    pytest.param(kind, state, marks=[pytest.mark.deep] * (kind in ALIKE and not state))
+    pytest.param(kind, state, marks=() if state else [deep if kind in ALIKE else thorough])
     for kind in KINDS
     for state in (False, True)
     if kind != "function"
@@ -246,11 +249,16 @@ ROWS = {
 }
 
 
-@WITH_MEMORY
+INDEXED = (
+    product([kind], ["lengths", "lengths per query", "a mask per query"], [(B,), (3, 2)], [rows])
+    for kind in KINDS
+    if kind != "function"
+    for rows in ROWS
+)
+
+
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("batch", [(B,), (3, 2)])
-@pytest.mark.parametrize("look", ["lengths", "lengths per query", "a mask per query"])
+@pytest.mark.parametrize(("kind", "look", "batch", "rows"), one_of_each(INDEXED))
 def test_rows_are_of_the_first_dimension(kind, look, batch, rows, trained):
     module, given = made(kind, look, batch=batch)
     given, index = asked(given), ROWS[rows](batch[0])

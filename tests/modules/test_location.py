@@ -7,6 +7,7 @@ from contract import scattered
 from opchecked import opcheck
 from parity import DTYPES, judged, keep_the_rule, moved
 from profiled import allocated
+from thorough import every_dtype
 from torch import nn
 
 import bahdanau_fast as bf
@@ -142,9 +143,7 @@ def steps(module, drawn, dtype, plain, mask=None, window=None):
     return {n: x.detach().double().numpy() for n, x in zip(names, [*results, *found], strict=True)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype", "backend"), every_dtype(FORMS, BACKENDS))
 def test_steps(form, dtype, backend):
     given = dict(FORMS[form])
     looks = {"mask": given.pop("mask", None), "window": given.pop("window", None)}
