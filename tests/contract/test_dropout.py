@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from beside import close
 from course import CourseAttention, inputs
 
 import bahdanau_fast as bf
@@ -33,7 +34,7 @@ def test_dropout_drops_the_right_share(p, Tk):
     weights, seen, _ = dropped(p, Tk=Tk, B=8, Tq=16 if Tk > 3 else 1000)
     kept = seen != 0
     scaled = torch.where(kept, weights / (1 - p), 0.0)
-    torch.testing.assert_close(seen, scaled, rtol=1e-5, atol=1e-7)
+    close(seen, scaled)
     n = kept.numel()
     assert abs(kept.double().mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
     # every place alike, and neighbours independent
@@ -89,7 +90,7 @@ def test_backward_uses_the_mask_of_the_forward(sizes):
     grad = torch.randn(seen.shape)
     (got,) = torch.autograd.grad(seen, values, grad)
     want = seen.detach().transpose(1, 2) @ grad
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    close(got, want)
 
 
 def test_gradients_through_dropout():
@@ -112,7 +113,7 @@ def test_gradients_through_dropout():
     want = torch.autograd.grad(
         (plain, course.attention_weights), (q, k, *course.parameters()), (grad, more)
     )
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    close(got, want)
 
 
 def test_dropout_of_everything():

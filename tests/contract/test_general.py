@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from beside import close
 from contract import FORMS, LARGE, lens, scattered
 from parity import (
     DTYPES,
@@ -29,33 +30,14 @@ from bahdanau_fast import reference
 
 BACKENDS = [x.name for x in (CPU, REFERENCE) if x.name in bf.backends.available()]
 ROWS = (
-    "no lens",
-    "lens per query",
-    "whole row masked",
-    "B = 0",
-    "Tq = 0",
-    "Tk = 0",
-    "Dv = 0",
-    "values is keys",
-    "one of each",
-    "one past whole vectors",
-    "no bias",
-    "through the weights alone",
-    "many batch rows",
-    "decoder step",
-    "split keys, lens inside a chunk",
-    "fp32 in small",
-    "sliced inputs",
-    "batch_last inputs",
-    "expanded inputs",
-    "mask per row",
-    "mask per query",
-    "mask and lens per query",
-    "mask and lens per query, some of them 0",
-    "mask of nothing",
-    "mask, split keys, chunks without any",
-    "mask, many tiles without any",
-)
+    "no lens", "lens per query", "whole row masked", "B = 0", "Tq = 0", "Tk = 0", "Dv = 0",
+    "values is keys", "one of each", "one past whole vectors", "no bias",
+    "through the weights alone", "many batch rows", "decoder step",
+    "split keys, lens inside a chunk", "fp32 in small", "sliced inputs", "batch_last inputs",
+    "expanded inputs", "mask per row", "mask per query", "mask and lens per query",
+    "mask and lens per query, some of them 0", "mask of nothing",
+    "mask, split keys, chunks without any", "mask, many tiles without any",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,9 +120,9 @@ def test_projected_keys_and_a_bias(sizes, activation, grad, backend):
     for of in (bf, reference):
         how = {"activation": activation} | ({"backend": backend} if of is bf else {})
         got = of.additive_attention(**given, **how)
-        torch.testing.assert_close(got, (want, weights), rtol=1e-12, atol=1e-12)
+        close(got, (want, weights))
         got = of.additive_scores(**{n: x for n, x in given.items() if n != "values"}, **how)
-        torch.testing.assert_close(got, scores, rtol=1e-12, atol=1e-12)
+        close(got, scores)
 
 
 SCALED = product(

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from beside import close
 from contract import operands, places, scattered
 
 import bahdanau_fast as bf
@@ -28,10 +29,6 @@ def inputs(queries=TQ, **how):
     generator = torch.Generator().manual_seed(1)
     shapes = (B, queries, D), (B, TK, D), (B, TK, DV)
     return [torch.randn(s, generator=generator, **how) for s in shapes]
-
-
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def with_gradients(call, leaves):
@@ -246,48 +243,6 @@ def test_gradients_left_to_the_last_step_know_the_masks(attention, form):
 
     got, want = (with_gradients(lambda of=of: list(of()), leaves) for of in (stepped, wanted))
     close(got, want)
-
-
-RIGHT = torch.arange(TK) >= 20  # what PER_ROW leaves of it is in two masks of a decoder
-SOURCES = {
-    "of the memory": lambda m, k, v: {"memory": m(k, v, LENS, mask=PER_ROW & RIGHT)},
-    "of the call": lambda m, k, v: of_a_call(k, v, PER_ROW & RIGHT),
-    "for one query": lambda m, k, v: of_a_call(k, v, (PER_ROW & RIGHT).unsqueeze(1)),
-    "of both": lambda m, k, v: {
-        "memory": m(k, v, LENS, mask=PER_ROW),
-        "mask": RIGHT.expand(B, 1, TK),
-    },
-}
-
-
-def of_a_call(keys, values, mask):
-    return {"keys": keys, "values": values, "valid_lens": LENS, "mask": mask}
-
-
-@pytest.mark.parametrize("kind", [bf.AttentionGRU, bf.AttentionLSTM])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_masked_decoder(kind, source, dtype):
-    torch.manual_seed(0)
-    decoder = kind(5, 8, key_size=D, value_size=DV, dtype=dtype)
-    _, k, v = inputs(requires_grad=True, dtype=dtype)
-    steps = torch.randn(6, B, 5, dtype=dtype)
-    leaves = [k, v, *decoder.parameters()]
-
-    def call(backend, source):
-        with bf.backends.use(backend):
-            outputs, _ = decoder(steps, **SOURCES[source](decoder.attention.memory, k, v))
-        return outputs, decoder.attention_weights
-
-    best = bf.backends.available()[-2:][0]
-    got = with_gradients(lambda: call(best, source), leaves)
-    other = "reference" if dtype is torch.float32 else best  # 16 bits round at every step
-    close(got, with_gradients(lambda: call(other, "of the memory"), leaves))
-    seen = (PREFIX & PER_ROW & RIGHT).unsqueeze(1).expand(B, 6, TK)
-    assert not decoder.attention_weights[1:][~seen[1:]].any()
-    torch.testing.assert_close(decoder.attention_weights[0], torch.full((6, TK), 1 / TK).to(dtype))
-    memory, given = decoder.attention.memory, SOURCES[source](decoder.attention.memory, k, v)
-    assert decoder.explain(steps, **given) == decoder.explain(steps, memory=memory(k, v))
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

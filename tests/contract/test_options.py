@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from beside import close
 from contract import scattered
 from thorough import every_dtype
 
@@ -37,10 +38,6 @@ def with_gradients(results, leaves):
     """Results, and gradients of all of them together."""
     grads = torch.autograd.grad(results, leaves, [x.detach().cos() for x in results])
     return [*results, *grads]
-
-
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 @BACKENDS

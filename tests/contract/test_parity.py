@@ -25,30 +25,18 @@ def test_contract(row, dtype):
     CPU.check(row, dtype)
 
 
+ROWS_OF_THE_MODULE = (
+    "no lens", "lens per query", "whole row masked", "Tk = 0", "values is keys", "no bias",
+    "batch_last inputs", "expanded inputs", "split keys, lens inside a chunk",
+    "table of the other precision", "fp32 in small", "all in one operator, lens",
+    "all in one operator, values is keys", "mask per row", "mask per query and lens",
+    "mask, split keys", "mask, all in one operator",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("way", ["module", "memory"])
-@pytest.mark.parametrize(
-    "row",
-    [
-        "no lens",
-        "lens per query",
-        "whole row masked",
-        "Tk = 0",
-        "values is keys",
-        "no bias",
-        "batch_last inputs",
-        "expanded inputs",
-        "split keys, lens inside a chunk",
-        "table of the other precision",
-        "fp32 in small",
-        "all in one operator, lens",
-        "all in one operator, values is keys",
-        "mask per row",
-        "mask per query and lens",
-        "mask, split keys",
-        "mask, all in one operator",
-    ],
-)
+@pytest.mark.parametrize("row", ROWS_OF_THE_MODULE)
 def test_contract_of_the_module(row, way, dtype):
     CPU.check(row, dtype, WAYS[way])
 
@@ -111,18 +99,13 @@ def test_drawn_cases_with_features(dtype, data):
     check(data.draw(cases(dtype, most(dtype), masks=True, inside=True)), dtype)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "no lens",
-        "lens per query",
-        "whole row masked",
-        "Tk = 0",
-        "values is keys",
-        "through the weights alone",
-        "mask per query and lens",
-    ],
-)
+ROWS_OF_THE_ORACLE = (
+    "no lens", "lens per query", "whole row masked", "Tk = 0", "values is keys",
+    "through the weights alone", "mask per query and lens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS_OF_THE_ORACLE)
 def test_the_oracle_agrees_with_the_reference(row):
     case = CPU.case(row, H=11)
     inputs = case.draw(torch.float64)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from beside import close
 from contract import scattered
 from thorough import one_of_each
 from torch import nn
@@ -54,7 +55,6 @@ LOOKS = {
     "a mask": {"mask": scattered(B, TK), "step": scattered(B, 1, TK, seed=1)},
     "a mask per query": {"lens": LENS, "mask": scattered(B, TQ, TK), "step": scattered(B, TK)},
 }
-CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def made(kind, look, state=False, batch=(B,)):
@@ -124,9 +124,9 @@ def test_as_a_loop_over_the_rows(kind, look, batch, state):
     want = row_by_row(module, given)
     got = attended(module, {n: x.unflatten(0, batch) for n, x in given.items()}, state)
     shaped = [(x.squeeze(1) if state else x).unflatten(0, batch) for x in want]
-    torch.testing.assert_close(got, shaped, **CLOSE)
+    close(got, shaped)
     got, want = (with_gradients(results, module, given)[len(got) :] for results in (got, want))
-    torch.testing.assert_close(got, want, **CLOSE)
+    close(got, want)
 
 
 @EVERY
@@ -138,7 +138,7 @@ def test_without_a_batch(kind, look, state):
     for row in range(B):
         got = attended(module, {n: x[row] for n, x in given.items()}, state)
         of_row = [x[row].squeeze(0) if state else x[row] for x in want]
-        torch.testing.assert_close(got, of_row, **CLOSE)
+        close(got, of_row)
 
 
 @EVERY
@@ -166,7 +166,7 @@ def test_a_loop_over_states_projects_the_keys_once(monkeypatch):
     assert len(stored) == 1
     got = torch.autograd.grad(steps.square().sum(), leaves)
     want = torch.autograd.grad(attention(queries, keys, keys).square().sum(), leaves)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    close(got, want)
 
 
 def test_features_of_any_batch():
@@ -221,7 +221,7 @@ def test_compiled(kind, state):
     got, want = (
         with_gradients(of(module, listed, state), module, given) for of in (compiled, attended)
     )
-    torch.testing.assert_close(got, want, **CLOSE)
+    close(got, want)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -233,7 +233,7 @@ def test_compiled_once_for_many_sizes():
         for batch in ((8, 9), (10, 11)):  # unlike other sizes: torch guards equal ones
             given = {n: torch.rand(*batch, *size).double() for n, size in sizes.items()}
             want, got = attended(module, given), compiled(module, given)
-            torch.testing.assert_close(got, want, **CLOSE)
+            close(got, want)
 
 
 # ---- memories ------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_rows_are_of_the_first_dimension(kind, look, batch, rows, trained):
         want = attended(module, {n: x[index] for n, x in given.items() if n != "step"})[:1]
     if trained:
         got, want = (with_gradients(results, module, given) for results in (got, want))
-    torch.testing.assert_close(got, want, **CLOSE)
+    close(got, want)
 
 
 HOW = {

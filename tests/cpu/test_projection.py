@@ -195,6 +195,7 @@ def test_second_derivatives():
     for linear in (projection.linear, F.linear):
         (grad,) = torch.autograd.grad(linear(x, weight).pow(2).sum(), x, create_graph=True)
         twice.append(torch.autograd.grad(grad.pow(2).sum() / 1e6, (x, weight)))
+    # Gradients of some 1e3 are sums of as many products of sums.
     torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-2)
 
 

@@ -85,22 +85,11 @@ def test_the_number_of_steps_does_not_matter(cls, dropout, dtype, precision):
 # Operators of torch that are a launch each on a GPU, whatever they call on a CPU.
 LAUNCHES = {
     f"aten::{name}"
-    for name in [
-        "_foreach_copy_",
-        "add",
-        "add_",
-        "addmm",
-        "bmm",
-        "cat",
-        "clone",
-        "copy_",
-        "fill_",
-        "mm",
-        "mul",
-        "sum",
-        "zero_",
-    ]
-}
+    for name in (
+        "_foreach_copy_", "add", "add_", "addmm", "bmm", "cat", "clone", "copy_", "fill_", "mm",
+        "mul", "sum", "zero_",
+    )
+}  # fmt: skip
 
 
 def launches_of_torch(record):

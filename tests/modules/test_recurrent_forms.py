@@ -1,6 +1,7 @@
 """Recurrent layers in each of their forms, against the formula step by step."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -137,12 +138,40 @@ def test_the_formula(cls, form, layers, backend):
     torch.testing.assert_close(again, [x.detach() for x in want[: len(again)]], **EXACT)
 
 
-DTYPES = [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False)]
+ROWS, LATER = MASK.expand(B, TK), (torch.arange(TK) != 5).expand(B, 1, TK)
+SOURCES = {
+    "of the memory": lambda memory: {"memory": memory(ROWS)},
+    "of the call": lambda memory: {"valid_lens": LENS, "mask": ROWS},
+    "for one query": lambda memory: {"valid_lens": LENS, "mask": ROWS.unsqueeze(1)},
+    "of both": lambda memory: {"memory": memory(ROWS | ~LATER[:, 0]), "mask": LATER},
+}
+assert not MASK[5]  # of both: what each of two masks leaves out
 
 
 @BOTH
-@pytest.mark.parametrize("form", [*list(FORMS)[1:], "and their sum, before the cell"])
-@pytest.mark.parametrize(("dtype", "autocast"), [*DTYPES, (torch.bfloat16, True)])
+@pytest.mark.parametrize("source", SOURCES)
+def test_where_a_mask_is_given(cls, source):
+    module, tensors = drawn(cls, 1, "before the cell")
+    keys_and_values = {n: tensors[n] for n in ("keys", "values")}
+    memory = partial(module.attention.memory, **keys_and_values, valid_lens=LENS)
+    options = SOURCES[source](lambda mask: memory(mask=mask))
+    options |= {} if "memory" in options else keys_and_values
+    outputs, last = module(tensors["inputs"], states_of(tensors), **options)
+    got = [outputs, *listed(last), module.attention_weights]
+    got, want = (with_gradients(x, module, tensors) for x in (got, by_hand(module, tensors)))
+    torch.testing.assert_close(got, want, **EXACT)
+    explained = (module.explain(tensors["inputs"], **x) for x in (options, {"memory": memory()}))
+    assert len({*explained}) == 1
+
+
+DTYPES = [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+ROUNDED = [(form, *how) for form in (*FORMS, "and their sum, before the cell") for how in DTYPES]
+# The first form in fp32: test_as_exact_as_its_steps in test_recurrent.py, for each of its ways.
+ROUNDED += [(form, torch.float32, False) for form, *_ in ROUNDED[3::3]]
+
+
+@BOTH
+@pytest.mark.parametrize(("form", "dtype", "autocast"), ROUNDED)
 def test_the_parity_rule(cls, form, dtype, autocast):
     module, tensors = drawn(cls, 1, form, torch.float32 if autocast else dtype)
     doubled = {n: x.detach().double().requires_grad_() for n, x in tensors.items()}

@@ -2,9 +2,9 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
+from beside import close
 from fresh import python
 from torch.export import Dim
 
@@ -59,10 +59,6 @@ def exported(model, **how):
         return torch.export.export(model, inputs(), dynamic_shapes=DYNAMIC, **how)
 
 
-def agree(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 class Masked(torch.nn.Module):
     """A decoder state that looks where a mask of the keys lets it, and the scores of all keys."""
 
@@ -93,14 +89,14 @@ def test_export(kind, strict):
     if kind != "masked":  # whose scores are clipped by a tanh
         assert not any("tanh" in name for name in names)
     for some in (inputs(), OTHER):
-        agree(program.module()(*some), model(*some))
+        close(program.module()(*some), model(*some))
 
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_export_of_a_loop_that_reads_the_weights(memory):
     model = Decoder(memory)
     program = exported(model)
-    agree(program.module()(*OTHER), model(*OTHER))
+    close(program.module()(*OTHER), model(*OTHER))
     # A strict export cannot keep them: it says so, and nothing stale gets into the program.
     with pytest.raises(Exception, match="attention_weights is not kept"):
         exported(model, strict=True)
@@ -164,7 +160,7 @@ def test_onnx(model, source, tmp_path):
         got = session.run(None, {given.name: x.numpy() for given, x in named})
         want = model(*some)
         for one, other in zip(got, [want] if isinstance(want, torch.Tensor) else want, strict=True):
-            np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-4, atol=1e-6)
+            close(torch.from_numpy(one), other)
 
 
 def test_a_backend_by_name_is_not_for_onnx(tmp_path):

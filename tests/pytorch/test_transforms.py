@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from beside import close
 from threads import one_thread  # noqa: F401  a fixture
 from torch.autograd import forward_ad
 
 import bahdanau_fast as bf
 
 SIZES = {"one operator": 8, "three operators": 640}  # hidden units
-
-
-def close(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
 def tensors(*shapes, seed=0):
@@ -146,7 +143,7 @@ def test_forward_mode_through_onednns_projection():
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(q, tangent)
             tangents.append(forward_ad.unpack_dual(one(attention, dual, k, k)).tangent)
-    torch.testing.assert_close(*tangents, rtol=1e-4, atol=1e-5)
+    close(*tangents)
 
 
 @sizes
@@ -230,5 +227,5 @@ def test_transforms_compile():
     for one, args in ((torch.func.grad(loss), (parameters,)), (rows, (q, k))):
         want = one(*args)
         got = torch.compile(one, fullgraph=True, backend="aot_eager")(*args)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        close(got, want)
     torch.compiler.reset()

@@ -24,12 +24,21 @@ def same(got, want, share=None):
             continue
         facts = [(x.shape, x.dtype, x.device, x.requires_grad, x.is_inference()) for x in (a, b)]
         assert facts[0] == facts[1], at
-        if b.numel() and not b.is_meta:
-            limit = SHARES.get(b.dtype, 0.0) if share is None else share
-            limit *= max(1.0, float(b.detach().nan_to_num().abs().max())) if limit else 1.0
-            torch.testing.assert_close(
-                a, b, rtol=0, atol=limit, equal_nan=True, msg=lambda m, at=at: f"{at}: {m}"
-            )
+        _near(a, b, SHARES.get(b.dtype, 0.0) if share is None else share, at)
+
+
+def close(got, want):
+    """The numbers alone, of tensors in whatever containers."""
+    for a, b in zip(*map(tree_leaves, (got, want)), strict=True):
+        assert a.shape == b.shape
+        _near(a, b, SHARES[b.dtype])
+
+
+def _near(a, b, share, at=""):
+    if b.is_meta or not b.numel():
+        return
+    limit = share and share * max(1.0, float(b.detach().nan_to_num().abs().max()))
+    torch.testing.assert_close(a, b, rtol=0, atol=limit, equal_nan=True, msg=lambda m: f"{at}: {m}")
 
 
 def as_exact(ours, eager, exact, dtype):
