@@ -102,7 +102,12 @@ class Forms(nn.ModuleList):
         return [form(*given) for form in self]
 
 
-CASES = [(by, seed) for by, n in GROUPS.items() for seed in range(n + 1)]
+# The forms with names, and every other group of those that are drawn; the others with thorough.
+CASES = [
+    pytest.param(by, seed, marks=pytest.mark.thorough if seed and seed % 2 == 0 else ())
+    for by, n in GROUPS.items()
+    for seed in range(n + 1)
+]
 CASES.append(pytest.param("backend", 0, marks=pytest.mark.thorough))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from beside import ran, results, same
 from styles import STYLES
+from thorough import one_of_each
 from torch import nn
 
 import bahdanau_fast as bf
@@ -14,8 +15,10 @@ import bahdanau_fast as bf
 CALLS = 4  # the first show it, the last is fused
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("name", STYLES)
+DTYPES = ([(name, dtype) for dtype in (torch.float64, torch.float32)] for name in STYLES)
+
+
+@pytest.mark.parametrize(("name", "dtype"), one_of_each(DTYPES))
 def test_a_style_computes_the_same(name, dtype):
     style = STYLES[name]
     torch.manual_seed(0)
