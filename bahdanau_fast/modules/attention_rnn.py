@@ -155,7 +155,8 @@ class _AttentionRNN(KeepsWeights):
         if self._feeds and not takes_operator_after(self.attention, self.rnn, runs[0], memory):
             return "step by step: one step, dropped weights, or layers that no operator takes"
         said = (explain(self.attention, self.rnn, x, memory[: x.shape[1]]) for x in runs)
-        return "; ".join(dict.fromkeys(said))
+        first = "the first step alone, then " * self._feeds
+        return first + "; ".join(dict.fromkeys(said))
 
     @property
     def _feeds(self) -> bool:

@@ -265,3 +265,19 @@ def test_drawn_options(attention, backend):
             close(got, want)
         except AssertionError as failed:
             raise AssertionError(f"case {number}: {way.__name__}, {options}") from failed
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_change_in_compiled_code(attention, dynamic):
+    q, k = drawn(B, TQ, D), drawn(B, TK, D)
+    activation = {"activation": "leaky_relu"}
+
+    def called(number):
+        by_function = bf.additive_attention(
+            q, k, None, *weights_of(attention), **activation, negative_slope=number
+        )
+        return [attention(q, k, scale=number), *by_function]
+
+    compiled = torch.compile(called, backend="eager", dynamic=dynamic, fullgraph=True)
+    for number in (0.5, 0.25, 2.0):
+        close(compiled(number), called(number))

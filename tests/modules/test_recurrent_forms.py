@@ -245,7 +245,7 @@ def test_packed(cls, form, layers, lengths):
 
 
 SAID = {
-    "after it": "cpu: one operator: its C++ takes all steps",
+    "after it": "the first step alone, then cpu: one operator: its C++ takes all steps",
     "after it, not fed": "all steps of the layer, then one call of the attention",
 }
 if "cpu" not in bf.backends.available():
