@@ -46,6 +46,10 @@ class GraphNotes:
         self.makers: dict[int, fx.Node] = {}
         self._refs: dict[Any, Any] = {}
         inputs, current, inside = iter(example_inputs), state(), 0
+        self._axis_less: dict[fx.Node, Tensor] = {}  # their examples have got the axis already
+        for node in reversed(module.graph.find_nodes(op="call_method", target="unsqueeze_")):
+            x = self._axis_less.get(node, _example(node))
+            self._axis_less[node.args[0]] = x.squeeze(*node.args[1:], **node.kwargs)
         for node in module.graph.find_nodes(op="placeholder"):
             for n in getattr(node.meta.get("example_value"), "shape", ()):
                 if str(n).partition(" - s")[0].isdigit():
@@ -56,6 +60,7 @@ class GraphNotes:
                 bool(a == b)  # a guard: sizes of a mask are those of what it hides
         for node in module.graph.nodes:
             value = node.meta.get("example_value", node.meta.get("val"))
+            value = self._axis_less.get(node, value)
             if node.op in ("get_attr", "placeholder"):
                 fixed = node.op == "get_attr"
                 data = getattr(module, node.target, None) if fixed else next(inputs, None)
