@@ -164,7 +164,8 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
 
     text = f"{piece.activation}({' + '.join(map(term, piece.addends))})"
     text = f"({text} * sigmoid({term(piece.gate[0])}))" if piece.gate else text
-    text = f"{name(piece.vector, 'w')} . {text}"
+    factor = "m * " if piece.context is None and piece.masks else ""
+    text = f"{factor}{name(piece.vector, 'w')} . {text}"
     for how, by in piece.after:
         number = f"{by:g}" if type(by) in (int, float) else name(by, "c")
         text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, NotFusable, SmallSizes, require
-from bahdanau_fast.graphs.piece import Addend, Piece
+from bahdanau_fast.graphs.piece import Addend, Piece, ScoreMask
 from bahdanau_fast.graphs.pooling import Pooling, drops, projects
 from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, VIEWS, back, by_row, small_sizes
 from bahdanau_fast.graphs.softmax import Softmax
@@ -24,6 +24,7 @@ _VECTORS = 16
 
 _ERRORS = NotFusable, RuntimeError, LookupError, TypeError, ValueError
 _REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "type_as", "to", "clone"}
+_EXPANDS = VIEWS | {"expand", "expand_as", "broadcast_to"}
 
 
 def summed(graph: Graph, anchor: int) -> tuple[bool, bool]:
@@ -92,7 +93,11 @@ class _Finder(Softmax, Pooling):
         self.maybe_later = not self.graph.values[self.p.activated].numel
         require(not self.maybe_later, "has no elements")
         summed, gate = self.gated()
-        self.contraction(summed)
+        try:
+            self.contraction(summed)
+        except NotFusable:
+            if not self.multiplied(summed):
+                raise
         self.p.addends = self.sum(self.total)
         self.p.gate = [] if gate is None else self.sum(gate)
         require(self.pools() or not self.p.gate, "is multiplied by a sigmoid")
@@ -103,7 +108,7 @@ class _Finder(Softmax, Pooling):
         self.maybe_later = several and (1 in self.shape(self.total) or repeated)
         scores = replace(
             self.p, late={*self.p.late}, after=[*self.p.after],
-            before=set(), masks=[], assumed=set(), truths=set(), views=set(),
+            before=set(), masks=[*self.p.masks], assumed=set(), truths=set(), views=set(),
         )  # fmt: skip
         if self.p.pools:
             return self.without_query(scores)
@@ -152,6 +157,26 @@ class _Finder(Softmax, Pooling):
             later = [j for j in self.graph.values[v].users if j > i]
             require(later, "no contraction with a vector")
             i = later[0]
+
+    def multiplied(self, v: int) -> bool:
+        """Forward to the sum where each row of what is activated has a factor, as of a mask."""
+        graph = self.graph
+        users = [graph.nodes[i] for i in graph.values[v].users if i < self.end]
+        products = [n for n in users if n.name in PRODUCTS and n.single and not n.writes]
+        others = [ref for n in products[:1] for ref in n.operands() if ref != v]
+        if len(others) != 1:
+            return False
+        (by,), (out,) = others, products[0].out
+        ids, (leaf, *_) = back(graph, by, self.pinned, lambda _, n: n.name in _EXPANDS)
+        index = self.run(ids, {leaf: self.numbered(leaf)}, by)
+        self.contraction(out)
+        alike = self.shape(v) == self.shape(out) and len(self.p.vector_starts) == 1
+        require(alike, "is multiplied")
+        rows = by_row(index.expand(self.shape(v)), self.axis)[self.rows].long()
+        require((rows == rows[:, :1]).all(), "is multiplied")
+        self.p.late |= {*ids, int(graph.values[out].maker or 0)}
+        self.p.masks.append(ScoreMask(leaf, "factor", rows[:, 0]))
+        return True
 
     def contraction(self, summed: int) -> None:
         """Forward from what is summed against a vector to the sum."""

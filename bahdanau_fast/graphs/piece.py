@@ -41,7 +41,7 @@ class ScoreMask:
 
     number: int
     # "true": where it is; "false": where it is not; "far": where it is far below zero, as it is or
-    # "subtracted"; "zero": where it is zero.
+    # "subtracted"; "zero": where it is zero. A "factor" hides nothing: scores are multiplied by it.
     hides: str
     index: Tensor  # (scores,): which element of it each score has
     broadcast: Any = None

@@ -277,6 +277,7 @@ class _Planner:
         for i, v in enumerate(vectors):
             q_i, k_i = (chunk[i] for chunk in chunks)
             x = self.call(score, q_i, k_i, v, w_k, bias, *of_keys)
+            x = functools.reduce(operator.mul, self.masks(), x)  # factors
             for _, by in p.after:
                 added = self._inputs[by]
                 x = x + (added.reshape([-1])[i] if n > 1 else added)
@@ -340,6 +341,7 @@ class _Planner:
         tests: dict[str, Any] = {
             "true": operator.invert,
             "false": lambda m: m,
+            "factor": lambda m: m,
             "far": lambda m: m == 0,
             "subtracted": lambda m: m == 0,
             "zero": lambda m: m != 0,

@@ -41,6 +41,7 @@ class Softmax(Probe):
     def softmax(self) -> None:
         """Go on from the scores to their weights."""
         p, v = self.p, self.p.scores
+        require(not p.masks, "is multiplied")
         p.late.add(p.end)
         while p.weights is None or self._unnormalised(v):
             v = self._step(v)

@@ -179,6 +179,7 @@ PARTS = {
         "reshaped_as": lambda q, k: (q.repeat(1, TK).reshape_as(torch.empty_like(k)) + k).tanh(),
         "broadcast_to": lambda q, k: (torch.broadcast_to(q[:, None], k.shape) + k).tanh(),
         "typed_as": lambda q, k: (q[:, None].type_as(k.detach()) + k.to(k.new_empty(0))).tanh(),
+        "unsqueezed_in_place": lambda q, k: (q.unsqueeze_(1).repeat(1, TK, 1) + k).tanh(),
         "scaled_add": lambda q, k: torch.add(k, q.unsqueeze(1), alpha=0.5).tanh(),
         "difference": lambda q, k: torch.tanh(q.unsqueeze(1) - k),
         "time_first": lambda q, k: (q + k.transpose(0, 1)).tanh().transpose(0, 1),
@@ -316,6 +317,13 @@ def session(self, last, items):  # of a recommender, whose weights are the score
     last = self.W(last).repeat(TK, 1, 1).permute(1, 0, 2)
     scores = self.v(torch.sigmoid(self.U(items) + last)).squeeze(2)
     return torch.matmul(scores.unsqueeze(1), items).squeeze(1), scores
+
+
+@forward(masked(step))
+def session_with_padding(self, last, items, mask):  # which is hidden before the sum
+    hidden = torch.sigmoid(self.U(items) + self.W(last).unsqueeze(1))
+    scores = self.v(mask.unsqueeze(2).expand_as(hidden) * hidden)
+    return torch.sum(scores.expand_as(items) * items, 1)
 
 
 STYLES["tutorial"] = Style(partial(whole.Tutorial, DK), shapes((B, 1, DK), (B, TK, DK)))
