@@ -93,6 +93,7 @@ class _Finder(Softmax, Pooling):
         self.maybe_later = not self.graph.values[self.p.activated].numel
         require(not self.maybe_later, "has no elements")
         summed, gate = self.gated()
+        self.joined = gate is not None  # a gate is of one tensor, which may be a concatenation
         try:
             self.contraction(summed)
         except NotFusable:
@@ -243,7 +244,7 @@ class _Finder(Softmax, Pooling):
             feed = self.zeros(refs) | {bias: self.numbered(bias)}
             elements = self.run({i}, feed, v).reshape(-1)[index]
             require((elements == torch.arange(self.p.hidden)).all(), "adds something else")
-        ids, parts = self.parts(x, d)
+        ids, parts = self.parts(x, d, 0 if self.joined else 9)
         self.p.late |= {i} | more | ids
         rows, w_index = rows[:, 0], w_index[outs[0]]
         addends = [Addend(y, part[rows], 1.0, source, w_index[:, c]) for y, part, c in parts]

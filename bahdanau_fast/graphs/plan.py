@@ -217,7 +217,8 @@ class _Planner:
 
     def side(self, addends: list[Addend], length: int, inside: bool) -> tuple[Any, Any, list[Any]]:
         """Queries or keys, with the weight and bias where the operator projects them inside."""
-        require(addends, "no query")
+        if not addends:  # pooling by another activation: additive attention to a query of zeros
+            return self._inputs[self.p.vector].new_zeros([self.b, length, self.hidden]), None, []
         first = addends[0]
         inside = inside and len(addends) == 1 and first.w is not None
         codes = [self.addend(addend, not inside) for addend in addends]
@@ -229,7 +230,7 @@ class _Planner:
 
     def plan(self) -> FusedPlan:
         p = self.p
-        if p.pools:
+        if p.pools and p.activation == "tanh":
             return self.finished(self.pooling())
         score_terms = TANH._replace(activation=p.activation, negative_slope=p.slope)
         # By identity plain tanh is told from the rest.

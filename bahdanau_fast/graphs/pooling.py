@@ -18,11 +18,13 @@ from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, back
 
 __all__ = ["Pooling", "drops", "projects"]
 
+_ACTIVATIONS = {"tanh", "relu"}  # the gate is of tanh alone
+
 
 def projects(graph: Graph, anchor: int) -> bool:
-    """Whether a call is tanh of a product with a parameter, as which pooling begins."""
+    """Whether a call activates a product with a parameter, as which pooling begins."""
     node, values = graph.nodes[anchor], graph.values
-    usual = node.name == "tanh" and node.refs() and node.source
+    usual = node.name in _ACTIVATIONS and node.refs() and node.source
     leaves = back(graph, node.refs()[0])[1] if usual else []
     nodes = [graph.nodes[i] for i in (values[v].maker for v in leaves) if i is not None]
     return any(
@@ -80,7 +82,7 @@ class Pooling(ScoreAxes):
         """Whether rows are projected by parameters and nothing is added, nor gated by others."""
         p, values = self.p, self.graph.values
         sides = [self._with_bias(side) for side in (p.addends, p.gate) if side]
-        if p.activation != "tanh" or any(len(side) > 1 for side in sides):
+        if p.activation not in _ACTIVATIONS or any(len(side) > 1 for side in sides):
             return False
         (first, *_), *_ = terms = sides
         weights = [p.vector, *(-1 if e.w is None else e.w for (e,) in terms)]

@@ -594,6 +594,13 @@ def gated_bags(self, h, mask):
     return torch.bmm(weights, h).squeeze(1)
 
 
+# A question's features and an image's, joined: the gate is of both.
+@forward(step, fc=linear(DQ + DK, H), gate=linear(DQ + DK, H))
+def gated_pairs(self, query, keys):
+    x = pairs(query, keys)
+    return attend(self.v(self.fc(x).tanh() * self.gate(x).sigmoid()).squeeze(-1), keys)
+
+
 # Words of a sentence, time first, against a context vector.
 @forward(shapes((TK, B, DK)), word=linear(DK, H), context=free(H))
 def words_against_a_context(self, h):
@@ -608,6 +615,13 @@ def news_against_a_vector(self, x):
     weights = torch.exp(torch.matmul(temp, self.query).squeeze(-1))
     weights = weights / weights.sum(1, keepdim=True)
     return torch.bmm(weights.unsqueeze(1), x).squeeze(1)
+
+
+# An attentional factorisation machine's.
+@forward(keys_alone)
+def products_by_relu(self, x):
+    weights = torch.softmax((self.U(x).relu() * self.v.weight[0]).sum(2), 1)
+    return (weights.unsqueeze(2) * x).sum(1)
 
 
 # Statistics of a speaker's frames (B,C,T), with weights for every channel.
@@ -656,8 +670,10 @@ def transducer_joint(self, predicted, encoded):
 
 
 add("dot_product", many, lambda m, q, k: attend(m.W(q) @ m.U(k).transpose(1, 2), k), NONE)
-# A network of the layers of pooling, whose softmax is over classes.
-add("classes", keys_alone, lambda m, k: F.softmax(m.out(m.U(k).tanh()), -1), NONE, out=linear(H, 5))
+# Networks of the layers of pooling, whose softmax is over classes.
+for act in (torch.tanh, torch.relu):
+    classes = lambda m, k, act=act: m.out(act(m.U(k))).softmax(-1)  # noqa: E731
+    add(f"classes_{act.__name__}", keys_alone, classes, NONE, out=linear(H, 5))
 
 
 # Both addends have the axis of the keys.
