@@ -30,6 +30,8 @@ __all__ = ["plain_scores", "pooling_scores", "products_dtype", "scores_and_keys"
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
 # compute. Where fewer are remembered, a step takes less memory and more time.
 CHUNK, REMEMBERED, PLAIN = 1 << 19, 1 << 25, 1 << 20
+# Rows of a chunk: sums over more would round more often than those of layers that sum by sample.
+CHUNK_ROWS = 1 << 10
 _INPUTS = (
     "Tensor keys, Tensor w, Tensor? b, Tensor? w_gate, Tensor? b_gate, Tensor w_v, Tensor? b_v"
 )
@@ -83,7 +85,7 @@ class _Chunks:
         self.w: Tensor = w
         self.b, self.dtype = b, _wide(w.dtype)
         self.w_v = w_v.to(self.dtype)
-        self.step = max(1, min(CHUNK // max(1, w.shape[0]), self.rows.shape[0]))
+        self.step = max(1, min(CHUNK // max(1, w.shape[0]), CHUNK_ROWS, self.rows.shape[0]))
         self._buffers: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[slice]:
@@ -139,13 +141,6 @@ class _Chunks:
         return out
 
 
-def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
-    if to.dtype is left.dtype:
-        to.addmm_(left, right)
-    else:
-        to.add_(left @ right)
-
-
 def _forward(inputs: _Inputs, remember: bool) -> tuple[Tensor, list[Tensor]]:
     """Scores (B,heads,Tk), and of the first chunks what :meth:`_Chunks.activated` leaves."""
     keys, remembered = inputs.keys, []
@@ -194,16 +189,16 @@ def _backward(
             else:
                 activations = chunks.activated(remembered[index])
             if needed.w_v:
-                of_w_v.addmm_(of_chunk.t(), chunks.product(activations))
+                of_w_v += of_chunk.t() @ chunks.product(activations)
             if not (inner_needed or needed.keys):
                 continue
             of_inner = chunks.through(of_chunk, activations)
             of_b += of_inner.sum(0)
             of_inner = of_inner.to(chunks.w.dtype)
             if needed.w or needed.w_gate:
-                _add_product(of_w, of_inner.t(), keys)
+                of_w += of_inner.t() @ keys
             if of_rows is not None:
-                _add_product(of_rows[chunk], of_inner, chunks.w)
+                of_rows[chunk] += of_inner @ chunks.w
     halves = ([half.clone() for half in x.split(chunks.hidden)] for x in (of_w, of_b))
     (w, *w_gate), (b, *b_gate) = halves
     gate = (w_gate or [None])[0], (b_gate or [None])[0]
