@@ -83,7 +83,7 @@ def test_a_state_dict_does_not_say_which(module, inputs):
 def test_a_module_that_was_pickled_before_there_was_a_choice(inputs):
     older = bf.AdditiveAttention(DK, DQ, H)
     want = older(*inputs)
-    del older.__dict__["_inside"]
+    del older.__dict__["_terms"]
     for module in (older, pickle.loads(pickle.dumps(older)), copy.deepcopy(older)):
         assert module.activation == "tanh"
         assert torch.equal(module(*inputs), want)
