@@ -61,7 +61,7 @@ def library():
     includes += [f"-isystem{folder}" for folder in (*headers, *cpp_extension.include_paths())]
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command = [
-        *("g++", "-std=c++17", "-O2", "-w", "-fpermissive", "-fPIC", "-shared", "-fno-gnu-unique"),
+        *("g++", "-std=c++17", "-O0", "-w", "-fpermissive", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DBAHDANAU_FAST_LAB"),
         *(*includes, *map(str, SOURCES)),
         *("-x", "c++", *map(str, KERNELS), "-x", "none"),
