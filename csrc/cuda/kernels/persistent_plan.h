@@ -20,7 +20,7 @@ constexpr int kTileStride = (kTileRows + 1) * kTileBatch;  // from one warp's su
 // measured: gpu-h200.csv, "one launch: decoder (128,12 steps,200,512), forward + backward,
 // bfloat16" takes less than "loop of launches: decoder (128,12 steps,200,512), forward + backward,
 // bfloat16"; "one launch: decoder (16,12 steps,400,512), forward + backward, bfloat16" takes more.
-LAB_CONSTEXPR int64_t kMostAttended = 1 << 17;
+constexpr int64_t kMostAttended = 1 << 17;
 constexpr int64_t kLeastUnits = 4;  // of a block: fewer blocks meet faster
 
 // Elements from one row of weights in shared memory to the next: rows begin in other banks.

@@ -17,11 +17,11 @@ namespace bahdanau_fast::gpu {
 // bfloat16" takes as long as "cuda, W_q inside shared: (64,1,50,64), forward, bfloat16", and "cuda,
 // W_q in front: (64,4,50,128), forward, bfloat16" much less than "cuda, W_q inside shared:
 // (64,4,50,128), forward, bfloat16"; the host has a launch less.
-LAB_CONSTEXPR int64_t kOwnWeight = 8 * 1024;
+constexpr int64_t kOwnWeight = 8 * 1024;
 // A cluster shares W_q from so many bytes on; below, each of its blocks reads all of it.
 // measured: gpu-h200.csv, "cuda, W_q inside shared: (64,1,50,64), forward, bfloat16" takes less
 // than "cuda, W_q inside each: (64,1,50,64), forward, bfloat16".
-LAB_CONSTEXPR int64_t kSharedWeight = 8 * 1024;
+constexpr int64_t kSharedWeight = 8 * 1024;
 // Forward: keys of a split for each warp, with one query and with several, at the least.
 // measured: gpu-h200.csv, "cuda, 4 splits: (64,1,50,512), forward, bfloat16" and "cuda, 2 splits:
 // (64,4,50,512), forward, bfloat16" take least.
