@@ -119,7 +119,8 @@ class _Finder(Softmax, Pooling):
             self.context()
             self.may_run()
         except _ERRORS as why:
-            self.p, self.key_index = replace(scores, rest=str(why)), None
+            rest = str(why) if isinstance(why, NotFusable) else "it has another form"
+            self.p, self.key_index = replace(scores, rest=rest), None
             self.axes()
             self.may_run()
         return self.p
@@ -262,8 +263,9 @@ class _Finder(Softmax, Pooling):
                 ids, out, values, _ = self.chain(first, p.weights)
                 self.weighted_sum(ids, values, out)
                 path = self.path(ids)
-            except (NotFusable, RuntimeError, LookupError, TypeError) as error:
-                why = why if "output" in str(error) else str(error)
+            except _ERRORS as error:  # what torch says of other shapes explains nothing
+                said = isinstance(error, NotFusable) and "output" not in str(error)
+                why = str(error) if said else why
                 continue
             p.context, p.values, p.end = out, values, max(ids)
             p.late |= ids
