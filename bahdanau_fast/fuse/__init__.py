@@ -69,23 +69,9 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
     records = []
     compiled = set(filter(_compiles, model.modules()))
     for name, module in model.named_modules():
-        record = record_of(module)
+        record = record_of(module) or _recorded(name, module, compiled, always)
         if record is None:
-            record = Record(name, type(module).__name__, always)
-            if isinstance(module, (Additive, AttentionPooling, DotProductAttention)):
-                record.state = "own"
-            elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
-                continue
-            elif any(isinstance(layer, _FAST) for layer in module.modules()):
-                record.leave("", "holds layers of torch that have a fast path of their own")
-            elif not compiled.isdisjoint(module.modules()):
-                record.leave("", "runs compiled code: compile with backend='bahdanau_fast'")
-            elif "forward" in vars(module):
-                record.leave("", "its forward was replaced on the instance")
-            else:
-                record.names = {id(p): key for key, p in module.named_parameters()}
-                record.methods = _others(type(module))
-                watch(module, record)
+            continue
         record.shared.always |= always
         record.at_once = record.at_once or example is not None
         records.append(record)
@@ -98,6 +84,28 @@ def fuse(model: nn.Module, example: Any = None, *, always: bool = False) -> Repo
         for record in records:
             record.at_once = record.shared.always
     return Report(records)
+
+
+def _recorded(
+    name: str, module: nn.Module, compiled: set[nn.Module], always: bool
+) -> Record | None:
+    """A new record of a module, which is watched unless there is a reason against it."""
+    record = Record(name, type(module).__name__, always)
+    if isinstance(module, (Additive, AttentionPooling, DotProductAttention)):
+        record.state = "own"
+    elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
+        return None
+    elif any(isinstance(layer, _FAST) for layer in module.modules()):
+        record.leave("", "holds layers of torch that have a fast path of their own")
+    elif not compiled.isdisjoint(module.modules()):
+        record.leave("", "runs compiled code: compile with backend='bahdanau_fast'")
+    elif "forward" in vars(module):
+        record.leave("", "its forward was replaced on the instance")
+    else:
+        record.names = {id(p): key for key, p in module.named_parameters()}
+        record.methods = _others(type(module))
+        watch(module, record)
+    return record
 
 
 def unfuse(model: nn.Module) -> list[str]:
