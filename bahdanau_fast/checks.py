@@ -95,10 +95,8 @@ def _is_one_of(shape: tuple[int, ...], *shapes: tuple[int, ...]) -> bool:
     """Whether it is; ``in`` does not compare sizes that change in code that is compiled."""
     if not torch.compiler.is_compiling():
         return shape in shapes
-    for other in shapes:
-        if len(shape) == len(other) and all(a == b for a, b in zip(shape, other, strict=True)):
-            return True
-    return False
+    alike = (other for other in shapes if len(other) == len(shape))
+    return any(all(a == b for a, b in zip(shape, other, strict=True)) for other in alike)
 
 
 def inputs(queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> None:
@@ -228,12 +226,14 @@ def spread_mask(mask: Tensor, batch: tuple[int, ...], queries_len: int, keys_len
     return mask.expand(*batch, shape[-2], keys_len)
 
 
-def weight(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+def weight(
+    name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor, like_name: str = "queries"
+) -> None:
     """A weight matrix: shape, dtype and device."""
     _floating(name, tensor)
     if _shape(tensor) != shape:
         reject(ValueError, name, f"have shape {shape}", _shape(tensor))
-    same_kind(name, tensor, "queries", like)
+    same_kind(name, tensor, like_name, like)
 
 
 def weights(
@@ -301,7 +301,7 @@ def score_terms(
     same_kind("features", features, "keys", keys)
     if w_f is None:
         reject(ValueError, "w_f", "be given with features", None)
-    weight("w_f", w_f, (hidden, features.shape[2]), keys)
+    weight("w_f", w_f, (hidden, features.shape[2]), keys, "keys")
 
 
 def is_exporting() -> bool:

@@ -149,7 +149,7 @@ class _Finder(Softmax, Pooling):
             served &= n.single and not n.writes and i < self.end and v in n.operands()
             require(served, f"its values are needed by {n.name}")
             more = [ref for ref in n.operands() if ref != v]
-            bias = more.pop() if len(more) == 2 else bias
+            bias = more.pop(0 if n.name == "addmm" else 1) if len(more) == 2 else bias
             require(len(more) + (other is not None) < 2, "no contraction with a vector")
             other = more[0] if more else other
             ids.add(i)

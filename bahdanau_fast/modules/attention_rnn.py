@@ -36,7 +36,9 @@ class _AttentionRNN(KeepsWeights):
     """Base of both layers; a subclass sets ``_cell``."""
 
     _cell: type[nn.GRU] | type[nn.LSTM]
-    attention_first = input_feeding = True  # of modules that were pickled before one could choose
+    # Of modules that were pickled before they had these.
+    attention_first = input_feeding = True
+    value_size: int | None = None
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class _AttentionRNN(KeepsWeights):
         key_size = hidden_size if key_size is None else key_size
         value_size = key_size if value_size is None else value_size
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.batch_first = batch_first
+        self.batch_first, self.value_size = batch_first, value_size
         sizes = key_size, hidden_size, hidden_size if num_hiddens is None else num_hiddens
         self.attention: AdditiveAttention | LocationAttention
         if location is None:
@@ -138,6 +140,7 @@ class _AttentionRNN(KeepsWeights):
         *,
         mask: Tensor | None = None,
         memory: Memory | None = None,
+        context: Tensor | None = None,
     ) -> str:
         """How a call with these inputs would be computed, and why; projects the keys, no more.
 
@@ -149,14 +152,19 @@ class _AttentionRNN(KeepsWeights):
         'cpu: one operator: its C++ takes all steps'
         """
         source = keys, values, valid_lens, mask, memory
-        runs, _, memory = self._prepared(inputs, hidden, *source)
+        runs, _, memory = self._prepared(inputs, hidden, *source, context)
         if not self.attention_first and not self.input_feeding:
             return "all steps of the layer, then one call of the attention"
-        if self._feeds and not takes_operator_after(self.attention, self.rnn, runs[0], memory):
+        said = (self._explained(steps, memory[: steps.shape[1]]) for steps in runs)
+        return "; ".join(dict.fromkeys(said))
+
+    def _explained(self, steps: Tensor, memory: Memory) -> str:
+        layers = self.attention, self.rnn
+        if not self._feeds:
+            return explain(*layers, steps, memory)
+        if not takes_operator_after(*layers, steps, memory):
             return "step by step: one step, dropped weights, or layers that no operator takes"
-        said = (explain(self.attention, self.rnn, x, memory[: x.shape[1]]) for x in runs)
-        first = "the first step alone, then " * self._feeds
-        return first + "; ".join(dict.fromkeys(said))
+        return f"the first step alone, then {explain(*layers, steps[1:], memory)}"
 
     @property
     def _feeds(self) -> bool:
@@ -224,8 +232,11 @@ class _AttentionRNN(KeepsWeights):
         if hidden is None:
             zeros = steps.new_zeros((self.rnn.num_layers, steps.shape[1], self.rnn.hidden_size))
             hidden = (zeros, zeros) if isinstance(self.rnn, nn.LSTM) else zeros
-        elif isinstance(self.rnn, nn.LSTM) and not isinstance(hidden, tuple):
-            checks.reject(TypeError, "hidden", "be a pair of tensors", type(hidden).__name__)
+        elif isinstance(self.rnn, nn.LSTM) != isinstance(hidden, tuple):
+            need = "be a pair of tensors" if isinstance(self.rnn, nn.LSTM) else "be a tensor"
+            checks.reject(TypeError, "hidden", need, type(hidden).__name__)
+        elif isinstance(hidden, tuple) and len(hidden) != 2:
+            checks.reject(TypeError, "hidden", "be a pair of tensors", f"{len(hidden)} of them")
         self._check(steps, hidden, *memory.values.shape)
         state = self._with_context(hidden, context, steps, memory)
         if order is not None:
@@ -242,7 +253,7 @@ class _AttentionRNN(KeepsWeights):
         if not self._feeds:
             need = "be None where no step takes the context of the one before"
             checks.reject(TypeError, "context", need, "a context")
-        checks.weight("context", context, (batch, size), steps)
+        checks.weight("context", context, (batch, size), steps, "inputs")
         return hidden, context.unsqueeze(0)
 
     def _memory(
@@ -280,6 +291,11 @@ class _AttentionRNN(KeepsWeights):
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
         rnn = self.rnn
+        if len(steps) == 0:
+            checks.reject(ValueError, "inputs", "have at least one step", tuple(steps.shape))
+        if self.input_feeding and self.value_size not in (None, value_size):
+            need = f"have feature size {self.value_size} (value_size)"
+            checks.reject(ValueError, "values", need, value_size)
         checks.features("inputs", steps, rnn.input_size - value_size * self.input_feeding)
         if steps.shape[1] != batch:
             need = f"have the batch size of the memory, {batch}"

@@ -215,7 +215,7 @@ class AttentionPooling(KeepsWeights):
             weights = weights.to(torch.float32 if in_fp32 else dtype)
             dropout, sources = self._modules["dropout"], alias if sources is rows else sources
             dropped = weights if plain_dropout(dropout) == 0.0 else cast(Any, dropout)(weights)
-            pooled = self._pooled(dropped, sources, dtype)
+            pooled = self._pooled(dropped, sources, dtype, dropped is weights)
         except Exception:
             self._explain(rows, sources)
             raise
@@ -249,11 +249,14 @@ class AttentionPooling(KeepsWeights):
                 if layers.get("U") is not None:
                     hidden = hidden * torch.sigmoid(apply_layer(layers["U"], keys))
                 return apply_layer(layers["w"], hidden).transpose(1, 2), keys
-        if parts[0].dtype is not keys.dtype:  # which operations would convert
-            check_features("keys", keys, layers["V"])
+        weight = parts[0]
+        if weight.dtype is not keys.dtype or weight.shape[1] != keys.shape[-1]:
+            check_features("keys", keys, layers["V"])  # operations would convert the dtype
         return scores_and_keys(keys, *parts)
 
-    def _pooled(self, weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _pooled(
+        self, weights: Tensor, values: Tensor, dtype: torch.dtype, sum_to_one: bool
+    ) -> Tensor:
         """Weighted means (B,heads,D), with statistics (B,heads,2D)."""
         with without_autocast(values.device):
             if not self.statistics:
@@ -261,8 +264,8 @@ class AttentionPooling(KeepsWeights):
             wide = torch.promote_types(dtype, torch.float32)
             weights, values = weights.to(wide), values.to(wide)
             mean = torch.bmm(weights, values)
-            # Around a point near the means less cancels, and the gradient is the same.
-            center = mean.detach().mean(1, keepdim=True)
+            # Where weights sum to one, a shift changes nothing, and near the means less cancels.
+            center = mean.detach().mean(1, keepdim=True) * sum_to_one
             variance = torch.bmm(weights, (values - center).square()) - (mean - center).square()
             deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
             return torch.cat((mean, deviation), -1).to(dtype)

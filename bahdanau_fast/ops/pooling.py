@@ -5,8 +5,8 @@
 The gate is optional. A chunk's activations are in a buffer that the next one takes. Backward
 computes them again for half of the chunks, or fewer where the others are small: that product costs
 time, and what is saved in memory traffic pays for a part of it. All of it is torch operations, on
-any device. Sums, activations and scores have no less than fp32; products take the
-dtype of W.
+any device. Sums, activations and scores have no less than fp32, and products take the dtype of W;
+calls of few activations take plain operations in that dtype, as those under a transform do.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Chunks:
 
     def __init__(self, inputs: _Inputs) -> None:
         keys, w, b, w_gate, b_gate, w_v, _ = inputs
-        self.rows: Tensor = keys.reshape(-1, w.shape[1])
+        self.rows: Tensor = keys.flatten(0, -2)
         self.hidden, self.gated = w.shape[0], w_gate is not None
         if w_gate is not None:  # one product of both
             if b is not None or b_gate is not None:

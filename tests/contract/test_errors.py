@@ -414,6 +414,8 @@ LISTS = {
     ],
     "pooling": [
         (ValueError, "keys must have feature size 6", lambda: pooled(K[..., :5])),
+        *((ValueError, "keys must have feature size 8",  # which chunks of rows would not notice
+           partial(bf.AttentionPooling(8, 128), ones(32, 512, n))) for n in (4, 16)),
         (TypeError, "keys must have the dtype of the module's weights", lambda: pooled(K.double())),
         (ValueError, "keys must have 3 dimensions", lambda: pooled(K[0, 0])),
         (TypeError, "keys must be a tensor", lambda: pooled([1.0])),
@@ -467,6 +469,14 @@ LISTS = {
         (TypeError, "hidden must have the dtype of inputs",
          lambda: remembered(X, hidden.double())),
         (TypeError, "hidden must be a pair", lambda: lstm(X, hidden, *source)),
+        (TypeError, "hidden must be a pair of tensors, got 3 of them",
+         lambda: lstm(X, (hidden,) * 3, *source)),
+        (TypeError, "hidden must be a tensor, got tuple",
+         lambda: remembered(X, (hidden, hidden))),
+        (ValueError, r"values must have feature size 4 \(value_size\), got 3",
+         lambda: gru(ones(T, B, E + 1), None, source[0], source[1][..., 1:])),
+        (ValueError, "inputs must have at least one step",
+         lambda: not_fed(X[:0], None, *source)),
         (ValueError, r"keys must have one batch dimension, got \(2, 3\)",
          lambda: gru(X, keys=ones(2, 3, TK, DK))),
         (ValueError, "inputs must have the batch size of the memory, 5",

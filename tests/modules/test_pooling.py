@@ -369,3 +369,16 @@ def test_opcheck(gated, dtype):
         opcheck(backward, (grad, *given, needs), traced=False)
     leaves = [None if x is None else x.requires_grad_() for x in given]
     opcheck(operator, leaves, traced=gated and dtype is torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_statistics_of_dropped_weights(heads):
+    keys = torch.randn(B, TK, D) + 10.0
+    module = bf.AttentionPooling(D, H, heads, statistics=True, dropout=0.5)
+    torch.manual_seed(3)
+    pooled = module(keys).view(B, heads, 2 * D)
+    torch.manual_seed(3)
+    weights = torch.nn.functional.dropout(module.attention_weights, 0.5)
+    mean = weights @ keys
+    deviation = (weights @ keys.square() - mean.square()).clamp(min=1e-7).sqrt()
+    torch.testing.assert_close(pooled, torch.cat((mean, deviation), -1))

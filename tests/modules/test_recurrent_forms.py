@@ -282,6 +282,17 @@ def test_hooks_defaults_and_words(form):
     assert fed or (type(module.rnn), module.rnn.input_size) == (nn.GRU, E)
 
 
+@pytest.mark.skipif("cpu" not in bf.backends.available(), reason="counts the C++ operator")
+def test_every_run_of_packed_inputs_is_explained():
+    module, tensors = drawn(bf.AttentionGRU)
+    packed = pack_padded_sequence(tensors["inputs"], [T, T, T - 1, T - 1, T - 1])
+    said = module.explain(packed, keys=tensors["keys"], values=tensors["values"])
+    assert (
+        said == f"{SAID['after it']}; step by step: one step, dropped weights, or layers that "
+        "no operator takes"
+    )
+
+
 @pytest.mark.parametrize("form", WITH_LOCATION)
 def test_a_location_is_explained(form):
     module, tensors = drawn(bf.AttentionGRU, 1, form)

@@ -404,6 +404,12 @@ def addmm_projections(self, query, keys):
     return self.look(k + q.view(B, 1, H), keys)
 
 
+@forward(step, c=free(1))
+def addmm_scores(self, query, keys):
+    hidden = torch.tanh(self.both(query, keys)).flatten(0, 1)
+    return attend(torch.addmm(self.c, hidden, self.v.weight.t()).view(B, TK), keys)
+
+
 @forward(step, attn=linear(DQ + DK, H))
 def sliced_weight(self, query, keys):
     w_q, w_k = self.attn.weight.split([DQ, DK], dim=1)
