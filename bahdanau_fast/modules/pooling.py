@@ -265,7 +265,7 @@ class AttentionPooling(KeepsWeights):
             weights, values = weights.to(wide), values.to(wide)
             mean = torch.bmm(weights, values)
             # Where weights sum to one, a shift changes nothing, and near the means less cancels.
-            center = mean.detach().mean(1, keepdim=True) * sum_to_one
+            center = mean.detach().mean(1, keepdim=True) if sum_to_one else mean.new_zeros(())
             variance = torch.bmm(weights, (values - center).square()) - (mean - center).square()
             deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
             return torch.cat((mean, deviation), -1).to(dtype)

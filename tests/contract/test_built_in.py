@@ -95,7 +95,7 @@ MODULES = {
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Of pooling several chunks; nothing compiled."""
+    """Poolings go over several chunks, and nothing is compiled yet."""
     for name, size in {"PLAIN": 0, "CHUNK": 16 * H, "REMEMBERED": 0}.items():
         monkeypatch.setattr(pooling, name, size)
     torch.compiler.reset()
@@ -123,6 +123,10 @@ class Row:
         """What a module gives, and its weights."""
         module = self.module if module is None else module
         return module(*self.args, **self.options), getattr(module, "attention_weights", None)
+
+    def others(self):
+        """Other arguments by place, of the same shapes."""
+        return tree_map_only(torch.Tensor, lambda x: x.flip(0), self.args)
 
     def outcome(self, module=None):
         """That, and gradients."""
@@ -167,14 +171,16 @@ def exported(row):
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", "The tensor attributes self.rnn._flat")  # torch's own
         program = torch.export.export(row.module, tuple(row.args), row.options).module()
-    same(program(*row.args, **row.options), row.call()[0])
+    for args in row.args, row.others():
+        same(program(*args, **row.options), row.module(*args, **row.options))
 
 
 def traced(row):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes that become constants
         program = torch.jit.trace(Bound(row), tuple(row.args), check_trace=False)
-    same(program(*row.args), row.call()[0])
+    for args in row.args, row.others():
+        same(program(*args), row.module(*args, **row.options))
 
 
 def transformed(row):
@@ -209,7 +215,7 @@ def test_claims(claim, name):
     claim(Row(name))
 
 
-# Those of a pooling and of a location are held to the formula under autocast, where that is.
+# Poolings under autocast: tests/modules/test_pooling.py.
 @pytest.mark.parametrize("name", [name for name in MODULES if "pooling" not in name])
 def test_under_autocast(name):
     """Results and gradients, of parameters in fp32, keep the parity rule in bf16."""
