@@ -92,7 +92,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _is_one_of(shape: tuple[int, ...], *shapes: tuple[int, ...]) -> bool:
-    """Whether it is; ``in`` does not compare sizes that change in code that is compiled."""
+    """Whether a shape is one of some; ``in`` cannot compare symbolic sizes in compiled code."""
     if not torch.compiler.is_compiling():
         return shape in shapes
     alike = (other for other in shapes if len(other) == len(shape))
@@ -167,7 +167,7 @@ def keys_and_values(
 
 
 def same_kind(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """One argument must have the dtype and device of another."""
+    """One argument must have the device of another and, without autocast, its dtype."""
     if tensor.dtype != other.dtype and autocast_dtype(other.device) is None:
         reject(TypeError, name, f"have the dtype of {other_name}, {other.dtype}", tensor.dtype)
     if tensor.device != other.device:

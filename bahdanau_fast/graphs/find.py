@@ -19,12 +19,12 @@ from bahdanau_fast.graphs.softmax import Softmax
 
 __all__ = ["find", "pools", "summed"]
 
-# The number of scores of one sum: more are logits over something.
-_VECTORS = 16
+# More vectors than this are an output layer, not attention.
+_MAX_VECTORS = 16
 
 _ERRORS = NotFusable, RuntimeError, LookupError, TypeError, ValueError
-_REPEATS = {"expand", "expand_as", "broadcast_to", "repeat", "type_as", "to", "clone"}
-_EXPANDS = VIEWS | {"expand", "expand_as", "broadcast_to"}
+_EXPANDS = {"expand", "expand_as", "broadcast_to"}
+_COPIES = {"repeat", "type_as", "to", "clone"}
 
 
 def summed(graph: Graph, anchor: int) -> tuple[bool, bool]:
@@ -45,7 +45,7 @@ def summed(graph: Graph, anchor: int) -> tuple[bool, bool]:
 
 
 class _Written(Exception):
-    """What calls read, which are pinned now, is written to before the operator would run."""
+    """A call writes to what a pinned call reads, before the operator would run."""
 
 
 def find(
@@ -144,7 +144,7 @@ class _Finder(Softmax, Pooling):
         other = bias = None
         while True:
             n = self.graph.nodes[i]
-            served = n.name in VIEWS | PRODUCTS | CONTRACTIONS | _REPEATS
+            served = n.name in VIEWS | PRODUCTS | CONTRACTIONS | _EXPANDS | _COPIES
             served |= n.name == "dropout" and not drops(n)
             served &= n.single and not n.writes and i < self.end and v in n.operands()
             require(served, f"its values are needed by {n.name}")
@@ -169,7 +169,7 @@ class _Finder(Softmax, Pooling):
         if len(others) != 1:
             return False
         (by,), (out,) = others, products[0].out
-        ids, (leaf, *_) = back(graph, by, self.pinned, lambda _, n: n.name in _EXPANDS)
+        ids, (leaf, *_) = back(graph, by, self.pinned, lambda _, n: n.name in VIEWS | _EXPANDS)
         index = self.run(ids, {leaf: self.numbered(leaf)}, by)
         self.contraction(out)
         alike = self.shape(v) == self.shape(out) and len(self.p.vector_starts) == 1
@@ -201,7 +201,7 @@ class _Finder(Softmax, Pooling):
         require((elements.diff() == 1).all(), "no vector in a row")
         begins, self.which = elements[:, 0].unique(return_inverse=True)
         p.vector_starts = begins.tolist()
-        require(len(begins) <= _VECTORS, "many vectors")
+        require(len(begins) <= _MAX_VECTORS, "many vectors")
         once = (self.rows * len(begins) + self.which).unique()
         require(len(once) == len(self.rows), "is summed twice")
         p.late |= ids | more

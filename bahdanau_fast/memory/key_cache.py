@@ -28,7 +28,7 @@ __all__ = ["KeyCache", "Source", "may_share"]
 
 
 class Source(NamedTuple):
-    """The inputs of a projection, ``keys @ weight.T + bias``; or keys that are projected."""
+    """The inputs of a projection, ``keys @ weight.T + bias``; or keys that came projected."""
 
     keys: Tensor  # (B,Tk,Dk); (B,Tk,H) without a weight
     weight: Tensor | None  # (H,Dk)
@@ -134,7 +134,7 @@ class KeyCache:
     ) -> ProjectedKeys:
         """The projection of keys, cached or new; with a table once keys come again.
 
-        No transform is at work. Without a weight the keys are projected, and the calls share what
+        No transform is at work. Without a weight the keys came projected, and the calls share what
         is derived from them; without a ``w_v`` they do not share their node.
         """
         source = self._source(keys, weight, bias, backend, weight is None and not table)

@@ -74,8 +74,8 @@ def decode_after(
     attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, state: Any, memory: Memory
 ) -> Sequence:
     """All steps of :func:`attend_after_step`, by the operator of the other order if possible."""
-    # From the second step on both orders are one: the state before a step attends, and its context
-    # goes in. The operator keeps no contexts, which dropped weights alone would give.
+    # From the second step on, attending after a step is attending before the next one. The operator
+    # returns no contexts: they are made of its weights again, which are those before dropout.
     if not takes_operator_after(attention, rnn, inputs, memory):
         step = partial(attend_after_step, attention, rnn)
         return decode_given(attention, rnn, inputs, state, memory, step)

@@ -181,7 +181,7 @@ def join(dtype: torch.dtype, *rows: Rows) -> Tensor:
 
 
 class Copies:
-    """Makes the tensors of :func:`join`, without gradients, and fills all in one launch."""
+    """Makes the tensors of :func:`join`, without gradients; one foreach call copies all rows."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -210,7 +210,7 @@ class Copies:
 
 
 def arranged(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; on a GPU copied in one launch, which no graph records."""
+    """What the operators take; on a GPU by :class:`Copies`, outside of the autograd graph."""
     if inputs.keys.is_cpu:
         return inputs.arranged(dtype, partial(join, dtype))
     copies = Copies(dtype)
