@@ -14,7 +14,15 @@ from torch import Tensor
 from bahdanau_fast.graphs.graph import Graph, NotFusable, SmallSizes, require
 from bahdanau_fast.graphs.piece import Addend, Piece, ScoreMask
 from bahdanau_fast.graphs.pooling import Pooling, drops, projects
-from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, VIEWS, back, by_row, small_sizes
+from bahdanau_fast.graphs.probe import (
+    CONTRACTIONS,
+    MAX_PARTS,
+    PRODUCTS,
+    VIEWS,
+    back,
+    by_row,
+    small_sizes,
+)
 from bahdanau_fast.graphs.softmax import Softmax
 
 __all__ = ["find", "pools", "summed"]
@@ -245,7 +253,7 @@ class _Finder(Softmax, Pooling):
             feed = self.zeros(refs) | {bias: self.numbered(bias)}
             elements = self.run({i}, feed, v).reshape(-1)[index]
             require((elements == torch.arange(self.p.hidden)).all(), "adds something else")
-        ids, parts = self.parts(x, d, 0 if self.joined else 9)
+        ids, parts = self.parts(x, d, 0 if self.joined else MAX_PARTS)
         self.p.late |= {i} | more | ids
         rows, w_index = rows[:, 0], w_index[outs[0]]
         addends = [Addend(y, part[rows], 1.0, source, w_index[:, c]) for y, part, c in parts]

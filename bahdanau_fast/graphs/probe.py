@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, Node, NotFusable, SmallSizes, require
 
-__all__ = ["CONTRACTIONS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "back", "by_row",
-           "small_sizes"]  # fmt: skip
+__all__ = ["CONTRACTIONS", "MAX_PARTS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "back",
+           "by_row", "small_sizes"]  # fmt: skip
 
 VIEWS = {
     *("view", "reshape", "permute", "transpose", "t", "T", "mT", "unsqueeze", "squeeze", "flatten"),
@@ -39,6 +39,8 @@ _AFTER = VIEWS | PRODUCTS | QUOTIENTS | CONTRACTIONS | {
     *("add", "sub", "softmax", "masked_fill", "dropout", "where", "setitem", "exp", "max", "amax"),
     *("detach", "expand", "expand_as", "repeat", "type_as", "to"),
 }  # fmt: skip
+#: What an operand may be joined of, before it is taken whole.
+MAX_PARTS = 9
 _F64 = torch.float64
 
 
@@ -143,7 +145,7 @@ class Probe:
             sources.append((v, index.round().long() - 1, float(factors)))
         return sources
 
-    def parts(self, v: int, axis: int, limit: int = 9) -> tuple[set[int], list[Any]]:
+    def parts(self, v: int, axis: int, limit: int = MAX_PARTS) -> tuple[set[int], list[Any]]:
         """What a tensor is joined, added or a view of: calls; and (number, rows, columns) each."""
         ids, leaves = back(self.graph, v, self.pinned)
         try:

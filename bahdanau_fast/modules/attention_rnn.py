@@ -291,7 +291,7 @@ class _AttentionRNN(KeepsWeights):
     def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
         """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
         rnn = self.rnn
-        if len(steps) == 0:
+        if steps.shape[0] == 0:  # len takes a microsecond
             checks.reject(ValueError, "inputs", "have at least one step", tuple(steps.shape))
         if self.input_feeding and self.value_size not in (None, value_size):
             need = f"have feature size {self.value_size} (value_size)"

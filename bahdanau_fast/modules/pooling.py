@@ -142,12 +142,7 @@ class AttentionPooling(KeepsWeights):
             TypeError, ValueError: as for calling the module.
         """
         rows, *_, batch = source_as_rows(keys, keys, None, None)
-        try:
-            scores, _ = self._scores(rows)
-        except Exception:
-            self._explain(rows, rows)
-            raise
-        scores = scores.to(products_dtype(rows))
+        scores = self._scores(rows)[0].to(products_dtype(rows))
         return scores if batch is None else Shape(batch, False).restore(scores)
 
     @overload
@@ -204,39 +199,38 @@ class AttentionPooling(KeepsWeights):
         rows, sources, lens, mask, batch = source_as_rows(keys, sources, valid_lens, mask)
         if sources is not rows:  # which operations would convert or stretch
             checks.keys_and_values(rows, sources, None)
-        try:
-            scores, alias = self._scores(rows)
-            if lens is not None:
-                checks.lens(lens, rows.shape[0], self.heads, rows.device)
-            if mask is not None:
-                mask = checks.as_mask(mask, scores, rows)
-            weights, dtype = reference.masked_softmax(scores, lens, mask), products_dtype(rows)
-            in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
-            weights = weights.to(torch.float32 if in_fp32 else dtype)
-            dropout, sources = self._modules["dropout"], alias if sources is rows else sources
-            dropped = weights if plain_dropout(dropout) == 0.0 else cast(Any, dropout)(weights)
-            pooled = self._pooled(dropped, sources, dtype, dropped is weights)
-        except Exception:
-            self._explain(rows, sources)
-            raise
+        scores, alias = self._scores(rows)
+        if lens is not None:
+            checks.lens(lens, rows.shape[0], self.heads, rows.device)
+        if mask is not None:
+            mask = checks.as_mask(mask, scores, rows)
+        weights, dtype = reference.masked_softmax(scores, lens, mask), products_dtype(rows)
+        in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
+        weights = weights.to(torch.float32 if in_fp32 else dtype)
+        dropout, sources = self._modules["dropout"], alias if sources is rows else sources
+        dropped = weights if plain_dropout(dropout) == 0.0 else cast(Any, dropout)(weights)
+        pooled = self._pooled(dropped, sources, dtype, dropped is weights)
         if self.heads == 1:
             pooled = pooled.squeeze(1)
+        results = (pooled, weights, scores.to(dtype)) if return_scores else (pooled, weights)
         if batch is not None:
-            shape = Shape(batch, False)
-            pooled, weights, scores = map(shape.restore, (pooled, weights, scores))
-        keep(self, weights)
-        return (pooled, weights, scores.to(dtype)) if return_scores else pooled
+            results = tuple(map(Shape(batch, False).restore, results))  # type: ignore[assignment]
+        keep(self, results[1])
+        return results if len(results) == 3 else results[0]
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _explain(self, keys: Tensor, values: Tensor) -> None:
-        """An error in words about inputs that no one has checked, if they are wrong."""
-        checks.keys_and_values(keys, values, None)
-        check_features("keys", keys, self._modules["V"])
-
     def _scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores (B,heads,Tk), and the keys for the weighted sum."""
+        """The scores (B,heads,Tk), and the keys for the weighted sum; checks keys on failure."""
+        try:
+            return self._unchecked_scores(keys)
+        except Exception:
+            checks.rows("keys", keys)
+            check_features("keys", keys, self._modules["V"])
+            raise
+
+    def _unchecked_scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         layers, parts = self._modules, []  # past nn.Module's __getattr__
         for name in ("V", "U", "w"):
             parameters = plain_parameters(layer := layers.get(name))
@@ -250,8 +244,9 @@ class AttentionPooling(KeepsWeights):
                     hidden = hidden * torch.sigmoid(apply_layer(layers["U"], keys))
                 return apply_layer(layers["w"], hidden).transpose(1, 2), keys
         weight = parts[0]
+        # Operations would convert another dtype, and a fake takes any size.
         if weight.dtype is not keys.dtype or weight.shape[1] != keys.shape[-1]:
-            check_features("keys", keys, layers["V"])  # operations would convert the dtype
+            check_features("keys", keys, layers["V"])
         return scores_and_keys(keys, *parts)
 
     def _pooled(
