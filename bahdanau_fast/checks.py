@@ -145,7 +145,7 @@ def queries_for(
     same_kind("queries", queries, "the memory", keys)
     lens(valid_lens, batch, queries_len, queries.device)
     if mask is not None:
-        as_mask(mask, queries, keys)
+        as_mask(mask, queries.shape[1], keys)
 
 
 def keys_and_values(
@@ -158,7 +158,7 @@ def keys_and_values(
     if mask is not None:
         per_query = isinstance(mask, Tensor) and mask.dim() == 3  # of any number of queries
         queries_len = mask.shape[1] if per_query else 1
-        mask = as_mask(mask, keys.new_empty(keys.shape[0], queries_len, 0), keys)
+        mask = as_mask(mask, queries_len, keys)
     queries_len = 0
     if isinstance(valid_lens, Tensor) and valid_lens.dim() == 2:
         queries_len = valid_lens.shape[1]
@@ -194,9 +194,9 @@ def lens(valid_lens: Tensor | None, batch: int, queries_len: int, device: torch.
         reject(ValueError, "valid_lens", need, valid_lens.device)
 
 
-def as_mask(mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def as_mask(mask: Tensor, queries_len: int, keys: Tensor) -> Tensor:
     """A mask over keys as bool (B,1,Tk) or (B,Tq,Tk)."""
-    mask = spread_mask(mask, (queries.shape[0],), queries.shape[1], keys.shape[1])
+    mask = spread_mask(mask, (keys.shape[0],), queries_len, keys.shape[1])
     if mask.device != keys.device:
         reject(ValueError, "mask", f"be on the device of the data, {keys.device}", mask.device)
     return mask

@@ -42,7 +42,7 @@ def masked_softmax(
     valid_lens = lengths(valid_lens, scores)
     checks.lens(valid_lens, scores.shape[0], scores.shape[1], scores.device)
     if mask is not None:
-        mask = checks.as_mask(mask, scores, scores.transpose(1, 2))
+        mask = checks.as_mask(mask, scores.shape[1], scores.transpose(1, 2))
     return reference.masked_softmax(scores, valid_lens, mask)
 
 
@@ -134,7 +134,7 @@ def additive_attention(
             terms = ScoreTerms(features, w_f, activation, negative_slope)
             checks.score_terms(*terms, keys, hidden)
     if mask is not None:
-        mask = checks.as_mask(mask, queries, keys)
+        mask = checks.as_mask(mask, queries.shape[1], keys)
     if dropout_p != 0.0:
         checks.probability("dropout_p", dropout_p)
     explain = _explain if usual else None

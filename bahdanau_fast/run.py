@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import backends, checks, reference
-from bahdanau_fast.backends import Route
+from bahdanau_fast.backends import PoolingRoute, Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
 from bahdanau_fast.ops.attention import attend_scores, attention
@@ -18,12 +18,13 @@ from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.dropout import dropout_seed
 from bahdanau_fast.ops.location import attend_location, convolved
 from bahdanau_fast.ops.operator import NUMBERS, AttentionOperator, Recorded, number_of
+from bahdanau_fast.ops.pool import pool as pooling
 from bahdanau_fast.ops.projection import linear, waiting
 from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
 
-__all__ = ["attend", "attend_by_scores", "attend_with", "project", "scores"]
+__all__ = ["attend", "attend_by_scores", "attend_with", "pool", "project", "scores"]
 
 #: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
 #: link of a recorded call.
@@ -282,13 +283,28 @@ def _by_location(route: Route, call: Call) -> Results:
     )
 
 
+def pool(
+    route: PoolingRoute,
+    inputs: tuple[Tensor | None, ...],
+    valid_lens: Tensor | None,
+    mask: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Values (B,heads,Dv) and weights (B,heads,Tk) of one dtype, by :data:`ops.pool.pool`."""
+    rest = dropout_p, (True,), route, None
+    pooled, weights, link = _called(pooling, inputs, (valid_lens, mask), *rest)
+    pooled = pooled if link is None else link.connect(weights)
+    assert pooled is not None
+    return pooled, weights
+
+
 def _called(
     operator: AttentionOperator,
     inputs: tuple[Any, ...],
     others: tuple[Tensor | None, ...],
     dropout_p: float,
     numbers: tuple[Any, ...],
-    route: Route,
+    route: Route | PoolingRoute,
     projected: ProjectedKeys | None,
 ) -> Results:
     """By the dispatcher in traced code, with a node in recorded code; else the kernel itself."""

@@ -7,9 +7,9 @@ can be requested by name, for one call (``backend="cpu"``) or for a block (``wit
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from bahdanau_fast.backends.route import (
     DecoderFacts,
     DecoderRoute,
     Generation,
+    PoolingRoute,
     Route,
     choose_backend,
     is_step,
@@ -44,10 +45,12 @@ __all__ = [
     "Cells",
     "DecoderRoute",
     "Generation",
+    "PoolingRoute",
     "Route",
     "available",
     "decide",
     "decide_decoder",
+    "decide_pooling",
     "explain",
     "keeps_table",
     "resolve",
@@ -202,6 +205,29 @@ def keeps_table(backend: str, projected_keys: Tensor) -> bool:
     if checks.is_exporting():  # the precision of a table goes by the size
         return False
     return BACKENDS[backend].keeps_table(projected_keys.numel(), queries_len=1)
+
+
+def decide_pooling(
+    keys: Tensor, values: Tensor, parameters: Sequence[Tensor | None], masked: bool
+) -> PoolingRoute | None:
+    """The operator that pools keys (B,Tk,D) with these parameters of both layers and the scores.
+
+    None for plain operations: without that operator, where PyTorch traces the call, and where
+    the operator takes longer.
+    """
+    if type(keys) is not Tensor or not keys.is_cpu or _forced not in _POOLING or CPU not in _ON_CPU:
+        return None
+    state = checks.torch_state(keys.device, (keys, values, *parameters), False)
+    if state.traced or state.plain_only or state.of_inference:
+        return None
+    hidden = cast(Tensor, parameters[0]).shape[0]
+    batch, keys_len, size = keys.shape
+    rows = batch * keys_len * (hidden if parameters[2] is None else 2 * hidden)
+    form = CPU.pooling_form(rows, size, state, masked)
+    return None if form is None else PoolingRoute(form, state.records)
+
+
+_POOLING = (None, "auto", CPU.name)
 
 
 def decide_decoder(

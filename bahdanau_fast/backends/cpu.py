@@ -10,6 +10,7 @@ import torch
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.backend import Backend, Facts
 from bahdanau_fast.backends.route import TABLE_QUERIES
+from bahdanau_fast.checks import TorchState
 
 __all__ = ["CPU", "TABLE_ELEMENTS"]
 
@@ -18,6 +19,10 @@ ONE_OPERATOR_WORK = 32768
 # A step without gradients projects its queries in its operator, up to so many of them; or, where
 # they are narrow, up to so many multiplications.
 STEP_ROWS, STEP_WORK = 8, 1 << 20
+# Activations of pooling up to which its operator takes less time than operations on chunks; those
+# from which on it takes less than plain operations in training without lengths and mask, which are
+# few; and in training the multiplications up to which it projects the keys.
+MOST_POOLED, LEAST_POOLED_TO_TRAIN, ONE_OPERATOR_WORK_TO_TRAIN = 1 << 25, 1 << 15, 1 << 18
 # Elements of projected keys from which on a table of their exponentials is kept for later steps.
 TABLE_ELEMENTS = 513
 
@@ -66,6 +71,18 @@ class Cpu(Backend):
         if queries <= most:
             return "step", f"{queries} elements of queries, of at most {most}"
         return "projected", f"{queries} elements of queries, more than {most}"
+
+    def pooling_form(
+        self, activations: int, size: int, state: TorchState, masked: bool
+    ) -> str | None:
+        """The form of :class:`route.PoolingRoute`, or None; ``size`` are the features of a key."""
+        if activations > MOST_POOLED:
+            return None
+        if state.records and not masked and activations < LEAST_POOLED_TO_TRAIN:
+            return None if state.autocast else "operations"
+        most = ONE_OPERATOR_WORK_TO_TRAIN if state.records else ONE_OPERATOR_WORK
+        one_operator = activations * size <= most and not state.autocast
+        return "one operator" if one_operator else "projected"
 
     def keeps_table(self, elements: int, queries_len: int) -> bool:
         """Where few queries read many keys."""

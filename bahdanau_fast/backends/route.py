@@ -19,6 +19,7 @@ __all__ = [
     "DecoderFacts",
     "DecoderRoute",
     "Generation",
+    "PoolingRoute",
     "Route",
     "choose_backend",
     "is_gpu_step",
@@ -197,6 +198,18 @@ class DecoderFacts(NamedTuple):
     recurrent_weights: int  # elements
     # What the CUDA extension has against one launch; asked if nothing else is against it.
     problem: Callable[[], str | None]
+
+
+class PoolingRoute(NamedTuple):
+    """How the CPU pools keys without a query in one operator.
+
+    Forms: "one operator" takes the keys as they are, "projected" those behind both layers.
+    """
+
+    form: str
+    records: bool  # as in Facts
+    backend: str = "cpu"
+    traced: bool = False
 
 
 class Cells(NamedTuple):

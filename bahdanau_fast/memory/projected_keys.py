@@ -196,7 +196,7 @@ class Memory:
         checks.queries_for(queries, keys, self.valid_lens, self.mask)
         if mask is None:
             return queries, self.mask, shape
-        mask = checks.as_mask(mask, queries, keys)
+        mask = checks.as_mask(mask, queries.shape[1], keys)
         return queries, mask if self.mask is None else mask & self.mask, shape
 
     def __getitem__(self, rows: Any) -> Memory:

@@ -176,7 +176,7 @@ class AdditiveAttention(FromLayers, Additive):
         )
         if usual:
             if mask is not None:
-                mask = checks.as_mask(mask, queries, keys)
+                mask = checks.as_mask(mask, queries.shape[1], keys)
             cache, hint, lens = self._cache if self.cache_keys else None, self._explain, valid_lens
             call = self._call(parts, queries, keys, values, lens, mask, cache, None, None, hint)
         elif isinstance(keys, Memory):  # a step of AttentionGRU, for the hooks of this module
@@ -206,7 +206,7 @@ class AdditiveAttention(FromLayers, Additive):
         queries, keys, values, valid_lens = rows
         checks.inputs(queries, keys, values, valid_lens)
         if mask is not None:
-            mask = checks.as_mask(mask, queries, keys)
+            mask = checks.as_mask(mask, queries.shape[1], keys)
         w_q, w_k, w_v, _ = parts = parts_of(self)
         if w_v is None:  # its layer, or all three, may be lazy
             self._draw(queries, keys)

@@ -78,7 +78,7 @@ class DotProductAttention(Attention):
         checks.inputs(query, key, value, valid_length)
         checks.features("key", key, query.shape[-1])
         if mask is not None:
-            mask = checks.as_mask(mask, query, key)
+            mask = checks.as_mask(mask, query.shape[1], key)
         dropout_p = plain_dropout(self.dropout)
         if not self.need_weights and dropout_p is not None:
             keep(self, None)

@@ -6,9 +6,10 @@ import copy
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bahdanau_fast import checks, reference
+from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.memory.shapes import Shape, source_as_rows
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import KeepsWeights
@@ -19,7 +20,8 @@ from bahdanau_fast.modules.layers import (
     plain_parameters,
 )
 from bahdanau_fast.ops.context import without_autocast
-from bahdanau_fast.ops.pooling import products_dtype, scores_and_keys
+from bahdanau_fast.ops.pooling import plain_scores, products_dtype, scores_and_keys
+from bahdanau_fast.run import pool
 
 __all__ = ["AttentionPooling"]
 
@@ -142,7 +144,12 @@ class AttentionPooling(KeepsWeights):
             TypeError, ValueError: as for calling the module.
         """
         rows, *_, batch = source_as_rows(keys, keys, None, None)
-        scores = self._scores(rows)[0].to(products_dtype(rows))
+        try:
+            scores, _ = self._scores(rows, self._parameters_for(rows))
+        except Exception:
+            self._explain(rows)
+            raise
+        scores = scores.to(products_dtype(rows))
         return scores if batch is None else Shape(batch, False).restore(scores)
 
     @overload
@@ -197,40 +204,64 @@ class AttentionPooling(KeepsWeights):
         """
         sources = keys if values is None else values
         rows, sources, lens, mask, batch = source_as_rows(keys, sources, valid_lens, mask)
-        if sources is not rows:  # which operations would convert or stretch
-            checks.keys_and_values(rows, sources, None)
-        scores, alias = self._scores(rows)
-        if lens is not None:
-            checks.lens(lens, rows.shape[0], self.heads, rows.device)
-        if mask is not None:
-            mask = checks.as_mask(mask, scores, rows)
-        weights, dtype = reference.masked_softmax(scores, lens, mask), products_dtype(rows)
-        in_fp32 = checks.softmax_in_fp32(rows.device) and dtype != torch.float64
-        weights = weights.to(torch.float32 if in_fp32 else dtype)
-        dropout, sources = self._modules["dropout"], alias if sources is rows else sources
-        dropped = weights if plain_dropout(dropout) == 0.0 else cast(Any, dropout)(weights)
-        pooled = self._pooled(dropped, sources, dtype, dropped is weights)
-        if self.heads == 1:
-            pooled = pooled.squeeze(1)
-        results = (pooled, weights, scores.to(dtype)) if return_scores else (pooled, weights)
+        try:
+            pooled, *others = self._results(rows, sources, lens, mask, return_scores)
+        except Exception:
+            self._explain(rows)
+            raise
+        results = [pooled.squeeze(1) if self.heads == 1 else pooled, *others]
         if batch is not None:
-            results = tuple(map(Shape(batch, False).restore, results))  # type: ignore[assignment]
+            results = [*map(Shape(batch, False).restore, results)]
         keep(self, results[1])
-        return results if len(results) == 3 else results[0]
+        return (results[0], results[1], results[2]) if return_scores else results[0]
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores (B,heads,Tk), and the keys for the weighted sum; checks keys on failure."""
-        try:
-            return self._unchecked_scores(keys)
-        except Exception:
-            checks.rows("keys", keys)
-            check_features("keys", keys, self._modules["V"])
-            raise
+    def _explain(self, keys: Tensor) -> None:
+        """An error in words about the keys of a call that failed, if they are wrong."""
+        checks.rows("keys", keys)
+        check_features("keys", keys, self._modules["V"])
 
-    def _unchecked_scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _results(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        lens: Tensor | None,
+        mask: Tensor | None,
+        return_scores: bool,
+    ) -> tuple[Tensor, ...]:
+        """Pooled values (B,heads,Dv), weights (B,heads,Tk), and the scores if wanted."""
+        if values is not keys:  # which operations would convert or stretch
+            checks.keys_and_values(keys, values, None)
+        if lens is not None:
+            checks.lens(lens, keys.shape[0], self.heads, keys.device)
+        if mask is not None:
+            mask = checks.as_mask(mask, self.heads, keys)
+        dropout, parameters = self._modules["dropout"], self._parameters_for(keys)
+        dropout_p = plain_dropout(dropout)
+        if parameters and dropout_p is not None and not (return_scores or self.statistics):
+            masked = lens is not None or mask is not None
+            route = backends.decide_pooling(keys, values, parameters, masked)
+            if route is not None and route.form != "operations":
+                inputs = _as_inputs(route, keys, values, parameters)
+                return pool(route, inputs, lens, mask, dropout_p)
+            if route is not None:
+                weights = F.softmax(plain_scores(keys, *parameters), -1)
+                dropped = weights if dropout_p == 0.0 else cast(Any, dropout)(weights)
+                return torch.bmm(dropped, values), weights
+        dtype = products_dtype(keys)
+        scores, alias = self._scores(keys, parameters)
+        weights = reference.masked_softmax(scores, lens, mask)
+        in_fp32 = checks.softmax_in_fp32(keys.device) and dtype != torch.float64
+        weights = weights.to(torch.float32 if in_fp32 else dtype)
+        dropped = weights if dropout_p == 0.0 else cast(Any, dropout)(weights)
+        sources = alias if values is keys else values
+        pooled = self._pooled(dropped, sources, dtype, dropped is weights)
+        return (pooled, weights, scores.to(dtype)) if return_scores else (pooled, weights)
+
+    def _parameters_for(self, keys: Tensor) -> list[Any] | None:
+        """V, its bias, U, its bias, w and its bias; None where a layer has to be called."""
         layers, parts = self._modules, []  # past nn.Module's __getattr__
         for name in ("V", "U", "w"):
             parameters = plain_parameters(layer := layers.get(name))
@@ -239,15 +270,22 @@ class AttentionPooling(KeepsWeights):
             elif layer is None:
                 parts += [None, None]
             else:
-                hidden = torch.tanh(apply_layer(layers["V"], keys))
-                if layers.get("U") is not None:
-                    hidden = hidden * torch.sigmoid(apply_layer(layers["U"], keys))
-                return apply_layer(layers["w"], hidden).transpose(1, 2), keys
+                return None
         weight = parts[0]
         # Operations would convert another dtype, and a fake takes any size.
         if weight.dtype is not keys.dtype or weight.shape[1] != keys.shape[-1]:
             check_features("keys", keys, layers["V"])
-        return scores_and_keys(keys, *parts)
+        return parts
+
+    def _scores(self, keys: Tensor, parameters: list[Any] | None) -> tuple[Tensor, Tensor]:
+        """The scores (B,heads,Tk), and the keys for the weighted sum."""
+        if parameters is not None:
+            return scores_and_keys(keys, *parameters)
+        layers = self._modules
+        hidden = torch.tanh(apply_layer(layers["V"], keys))
+        if layers.get("U") is not None:
+            hidden = hidden * torch.sigmoid(apply_layer(layers["U"], keys))
+        return apply_layer(layers["w"], hidden).transpose(1, 2), keys
 
     def _pooled(
         self, weights: Tensor, values: Tensor, dtype: torch.dtype, sum_to_one: bool
@@ -264,3 +302,17 @@ class AttentionPooling(KeepsWeights):
             variance = torch.bmm(weights, (values - center).square()) - (mean - center).square()
             deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
             return torch.cat((mean, deviation), -1).to(dtype)
+
+
+def _as_inputs(
+    route: backends.PoolingRoute, keys: Tensor, values: Tensor, parameters: list[Any]
+) -> tuple[Tensor | None, ...]:
+    """Inputs of :data:`ops.pool.pool`, of one dtype."""
+    w, b, w_gate, b_gate, w_v, b_v = parameters
+    if route.form == "one operator":
+        return keys, w_v, values, b_v, None, w, b, w_gate, b_gate
+    inner = F.linear(keys, w, b)
+    gate = None if w_gate is None else F.linear(keys, w_gate, b_gate)
+    if (dtype := inner.dtype) is not keys.dtype:  # that of autocast
+        w_v, b_v, values = w_v.to(dtype), None if b_v is None else b_v.to(dtype), values.to(dtype)
+    return inner, w_v, values, b_v, gate, None, None, None, None

@@ -25,7 +25,13 @@ from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.operator import Operator, library
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = ["plain_scores", "pooling_scores", "products_dtype", "scores_and_keys"]
+__all__ = [
+    "plain_scores",
+    "pooling_scores",
+    "products_dtype",
+    "scores_and_keys",
+    "scores_of_sums",
+]
 
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
 # compute. Where fewer are remembered, a step takes less memory and more time.
@@ -60,9 +66,15 @@ def plain_scores(
 ) -> Tensor:
     """The scores (B,heads,Tk) by the formula; they and the activations have the dtype of W."""
     keys = keys.to(w.dtype)
-    hidden = torch.tanh(F.linear(keys, w, b))
-    if w_gate is not None:
-        hidden = hidden * torch.sigmoid(F.linear(keys, w_gate, b_gate))
+    gate = None if w_gate is None else F.linear(keys, w_gate, b_gate)
+    return scores_of_sums(F.linear(keys, w, b), gate, w_v, b_v)
+
+
+def scores_of_sums(inner: Tensor, gate: Tensor | None, w_v: Tensor, b_v: Tensor | None) -> Tensor:
+    """The scores (B,heads,Tk) of keys that have gone through both layers, (B,Tk,H)."""
+    hidden = torch.tanh(inner)
+    if gate is not None:
+        hidden = hidden * torch.sigmoid(gate)
     return F.linear(hidden, w_v, b_v).transpose(1, 2)
 
 

@@ -8,10 +8,11 @@ from beside import as_exact
 from contract import scattered
 from opchecked import opcheck
 from parity import DTYPES, judged, keep_the_rule, moved
-from profiled import allocated
+from profiled import allocated, counts
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast.backends import cpu
 from bahdanau_fast.ops import pooling
 
 B, TK, D, H = 3, 37, 6, 5
@@ -23,20 +24,48 @@ FORMS = {
     "heads, statistics": {"heads": 2, "statistics": True},
     "gated, statistics": {"gated": True, "statistics": True},
 }
-# Elements of the activations that are remembered at least; half of the chunks are always.
-REMEMBERED = {"half": 0, "all": 1 << 20}
+ALL = 1 << 40
+CHUNKS = {"MOST_POOLED": -1, "PLAIN": 0, "CHUNK": 16 * H}
+# The limits that make small calls go each way. Of chunks those whose activations are not remembered
+# compute them again: half of them, or fewer.
+WAYS = {
+    "chunks, half": {**CHUNKS, "REMEMBERED": 0},
+    "chunks, all": {**CHUNKS, "REMEMBERED": ALL},
+    "operations": {"MOST_POOLED": -1},
+    "operations in training": {"LEAST_POOLED_TO_TRAIN": ALL},
+    "one operator": {"LEAST_POOLED_TO_TRAIN": 0},
+    "projected": {
+        "LEAST_POOLED_TO_TRAIN": 0,
+        "ONE_OPERATOR_WORK": 0,
+        "ONE_OPERATOR_WORK_TO_TRAIN": 0,
+    },
+}
+
+
+PARAMETERS = ("V.weight", "V.bias", "U.weight", "U.bias", "w.weight", "w.bias")
 
 
 @pytest.fixture
-def chunks(monkeypatch):
+def go(monkeypatch):
+    """Makes calls go one of WAYS."""
+
+    def this(way):
+        for name, size in WAYS[way].items():
+            monkeypatch.setattr(cpu if hasattr(cpu, name) else pooling, name, size)
+
+    return this
+
+
+@pytest.fixture(params=["chunks, half", "one operator", "projected"])
+def each_way(request, go):
+    """One after the other, for what all ways have to do."""
+    go(request.param)
+
+
+@pytest.fixture
+def chunks(go):
     """Several chunks for the smallest of calls; the last one has fewer rows."""
-
-    def of(remembered=0):
-        for name, size in {"PLAIN": 0, "CHUNK": 16 * H, "REMEMBERED": remembered}.items():
-            monkeypatch.setattr(pooling, name, size)
-
-    of()
-    return of
+    go("chunks, half")
 
 
 def made(**form):
@@ -77,27 +106,29 @@ def results(function, module, drawn, dtype):
     grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
     named = {"keys": keys, **dict(module.named_parameters())}
     got = torch.autograd.grad(results, [*named.values()], [g.to(dtype) for g in grads])
-    names = ["pooled", "weights", "scores", *(f"d {name}" for name in named)]
+    names = [*("pooled", "weights", "scores")[: len(results)], *(f"d {name}" for name in named)]
     return {n: x.detach().double().numpy() for n, x in zip(names, [*results, *got], strict=True)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("remembered", [*REMEMBERED, "plain operations"])
-def test_parity(remembered, form, dtype, chunks, monkeypatch):
-    if remembered in REMEMBERED:
-        chunks(REMEMBERED[remembered])
-    else:
-        monkeypatch.undo()
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(way, form, dtype, go):
+    go(way)
     module, keys = made(**FORMS[form])
     module, keys = module.to(dtype).double(), keys.to(dtype).double()
-    mask = scattered(B, TK)
+    with_scores = "chunks" in way or way == "operations"  # else operations are the way
+    masked = () if way == "operations in training" else (LENS, scattered(B, TK))
 
     def ours(module, keys):
-        return module(keys, LENS, mask=mask, return_scores=True)
+        lens, mask = masked or (None, None)
+        result = module(keys, lens, mask=mask, return_scores=with_scores)
+        return result if with_scores else (result, module.attention_weights)
 
     def theirs(drawn, dtype):
-        got = results(lambda *x: plain(*x, LENS, mask), module, drawn, dtype)
+        got = results(
+            lambda *x: plain(*x, *masked)[: 3 if with_scores else 2], module, drawn, dtype
+        )
         module.double()
         return got
 
@@ -114,12 +145,12 @@ def test_parity(remembered, form, dtype, chunks, monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_second_derivatives(form, chunks):
+def test_second_derivatives(form, each_way):
     module, keys = made(**FORMS[form])
     keys = keys[:2, :6].requires_grad_()
 
     def function(keys, *_):
-        return module(keys, torch.tensor([6, 4]), return_scores=True)
+        return module(keys, torch.tensor([6, 4])), module.attention_weights
 
     inputs = (keys, *module.parameters())
     assert torch.autograd.gradcheck(function, inputs)
@@ -127,7 +158,7 @@ def test_second_derivatives(form, chunks):
 
 
 @pytest.mark.parametrize("needs", ["weights", "keys", "both", "one weight"])
-def test_gradients_as_needed(needs, chunks):
+def test_gradients_as_needed(needs, each_way):
     module, keys = made(gated=True)
     keys.requires_grad_(needs in ("keys", "both"))
     module.requires_grad_(needs in ("weights", "both"))
@@ -138,7 +169,7 @@ def test_gradients_as_needed(needs, chunks):
     close(ours, torch.autograd.grad(plain(module, keys, LENS)[0], asked, seed))
 
 
-def test_backward_twice_and_vectorized(chunks):
+def test_backward_twice_and_vectorized(each_way):
     module, keys = made(**FORMS["gated"])
     inputs = keys.requires_grad_(), *module.parameters()
     pooled, seeds = module(keys, LENS), torch.randn(2, B, D, dtype=torch.float64)
@@ -155,6 +186,7 @@ def test_backward_twice_and_vectorized(chunks):
 @pytest.mark.parametrize("form", ["plain", "gated"])
 def test_memory(form, with_keys, monkeypatch):
     rows, hidden, size = 4096, 256, 16
+    monkeypatch.setattr(cpu, "MOST_POOLED", -1)
     monkeypatch.setattr(pooling, "CHUNK", 1 << 15)
     monkeypatch.setattr(pooling, "REMEMBERED", 0)
     module = bf.AttentionPooling(size, hidden, **FORMS[form])
@@ -174,6 +206,7 @@ def test_memory(form, with_keys, monkeypatch):
 
 def test_gradients_of_keys_are_one_tensor(monkeypatch):
     """The part of the weighted sum is added to, not added up beside another."""
+    monkeypatch.setattr(cpu, "MOST_POOLED", -1)
     monkeypatch.setattr(pooling, "PLAIN", 0)
     module, keys = bf.AttentionPooling(64, 2), torch.randn(1, 4096, 64, requires_grad=True)
     loss = module(keys).sum()
@@ -183,7 +216,7 @@ def test_gradients_of_keys_are_one_tensor(monkeypatch):
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
-def test_shapes(batch, heads, chunks):
+def test_shapes(batch, heads, each_way):
     module, _ = made(heads=heads, gated=True)
     keys, values = torch.randn(*batch, TK, D).double(), torch.randn(*batch, TK, 4).double()
     lens = torch.randint(1, TK, batch)
@@ -197,6 +230,9 @@ def test_shapes(batch, heads, chunks):
     close(got, exact)
     assert torch.equal(module.attention_weights, weights)
     assert torch.equal(module.scores(keys), scores)
+    alone = module(keys, lens, values=values, mask=mask)
+    assert alone.shape == pooled.shape
+    close([alone, module.attention_weights], [pooled, weights])
 
 
 def test_padding_changes_nothing():
@@ -314,10 +350,9 @@ def test_exported(chunks):
 
 
 @pytest.mark.parametrize("form", ["gated", "heads, statistics"])
-@pytest.mark.parametrize("small", [False, True], ids=["chunks", "plain operations"])
-def test_under_autocast(small, form, chunks, monkeypatch):
-    if small:
-        monkeypatch.undo()
+@pytest.mark.parametrize("way", ["chunks, half", "operations", "projected"])
+def test_under_autocast(way, form, go):
+    go(way)
     module, keys = made(**FORMS[form])
     module, keys = module.float(), keys.float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -333,7 +368,7 @@ def test_under_autocast(small, form, chunks, monkeypatch):
         as_exact([a.bfloat16()], [b.bfloat16()], [c], torch.bfloat16)
 
 
-def test_weights_are_on_the_way_to_the_result(chunks):
+def test_weights_are_on_the_way_to_the_result(each_way):
     module, keys = made(dropout=0.5)
     torch.manual_seed(1)
     pooled = module(keys)
@@ -343,7 +378,7 @@ def test_weights_are_on_the_way_to_the_result(chunks):
     close([(weights * grad).sum()], [pooled.sum()])
 
 
-def test_a_changed_layer_is_called(chunks):
+def test_a_changed_layer_is_called(each_way):
     module, keys = made(**FORMS["gated"])
     module.U.register_forward_hook(lambda *_: torch.zeros(B, TK, H, dtype=torch.float64))
     exact = plain(module, keys)
@@ -371,6 +406,30 @@ def test_opcheck(gated, dtype):
     opcheck(operator, leaves, traced=gated and dtype is torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("raw", [False, True], ids=["projected", "raw"])
+def test_opcheck_of_one_operator(raw, dtype):
+    module, keys = made(gated=True, heads=2)
+    keys, V, b, U, c, w, d = (
+        x.detach().to(dtype) for x in (keys, *map(module.get_parameter, PARAMETERS))
+    )
+    names = torch.ops.bahdanau_fast
+    seed, layers, gate = torch.tensor([3]), (V, b, U, c), None
+    values, inner = torch.randn(B, TK, 4).to(dtype), keys
+    if not raw:
+        inner, gate = (torch.randn(B, TK, H).to(dtype) for _ in range(2))
+        layers = (None,) * 4
+    inputs = [inner, w, values, d, gate, *layers]
+    rest = LENS, None, seed, 0.5
+    pooled, weights, _, *sums = names.pool.recorded(*inputs, *rest)
+    grads = torch.randn_like(pooled), torch.randn_like(weights)
+    for needs in (0b000000001, 0b011101010, 0b111111111):
+        call = (weights, *sums, *grads, needs, *inputs, *rest)
+        opcheck(names.pool_backward.default, call, traced=False)
+    leaves = [None if x is None else x.requires_grad_() for x in inputs]
+    opcheck(names.pool.default, (*leaves, *rest), traced=raw and dtype is torch.float32)
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_statistics_of_dropped_weights(heads):
     keys = torch.randn(B, TK, D) + 10.0
@@ -382,3 +441,36 @@ def test_statistics_of_dropped_weights(heads):
     mean = weights @ keys
     deviation = (weights @ keys.square() - mean.square()).clamp(min=1e-7).sqrt()
     torch.testing.assert_close(pooled, torch.cat((mean, deviation), -1))
+
+
+@pytest.mark.parametrize("changed", ["keys", *PARAMETERS])
+@pytest.mark.parametrize("way", ["one operator", "projected"])
+def test_in_place_changes_before_backward(way, changed, go):
+    """They are refused, or change nothing, as in plain code."""
+    go(way)
+    module, keys = made(gated=True)
+    inputs = {"keys": keys.requires_grad_(), **dict(module.named_parameters())}
+
+    def grads(pooled):
+        loss, tensor = pooled.square().sum(), inputs[changed].detach()
+        before, _ = tensor.clone(), tensor.mul_(2.0)
+        try:
+            return torch.autograd.grad(loss, list(inputs.values()))
+        except RuntimeError as error:
+            return str(error).partition(":")[0]
+        finally:
+            tensor.copy_(before)
+
+    ours, theirs = grads(module(keys)), grads(plain(module, keys)[0])
+    if isinstance(theirs, str):
+        assert ours == theirs
+    else:
+        close(ours, theirs)
+
+
+def test_what_another_backend_is_to_serve_is_not_one_operator(go):
+    go("one operator")
+    module, keys = made(**FORMS["gated"])
+    assert "pool" in counts(lambda: module(keys))
+    with bf.backends.use("reference"):
+        assert not counts(lambda: module(keys))

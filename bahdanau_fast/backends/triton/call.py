@@ -64,7 +64,7 @@ class KernelCall:
         name = dict(enumerate(checks.ACTIVATIONS)).get(activation, str(activation))
         checks.score_terms(features, w_f, name, negative_slope, keys, self.hidden)
         checks.probability("dropout_p", dropout_p)
-        if mask is not None and checks.as_mask(mask, queries, values) is not mask:
+        if mask is not None and checks.as_mask(mask, queries.shape[1], values) is not mask:
             checks.reject(ValueError, "mask", "have 3 dimensions", tuple(mask.shape))
         self.steps, self.w_q, self.w_k, self.bias = steps, w_q, w_k, bias
         self.lens, self.mask = valid_lens, mask

@@ -8,6 +8,7 @@
 #include "cpu/kernels/recurrent.h"
 #include "cpu/kernels/sums/convolution.h"
 #include "cpu/kernels/sums/gradients.h"
+#include "cpu/kernels/sums/head_gradients.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -50,6 +51,8 @@ constexpr Kernels kernels_of() {
           grad_tanh<T, A>,
           GradOfSums<T, A>::workspace,
           grad_of_sums<T, A>,
+          GradOfHeads<T, A>::workspace,
+          grad_of_heads<T, A>,
           convolve_workspace<T, A>,
           convolve<T, A>,
           convolve_backward_workspace<T, A>,

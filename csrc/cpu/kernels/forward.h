@@ -18,7 +18,7 @@
 
 #include "dropout.h"
 #include "linear.h"
-#include "sums/scores.h"
+#include "sums/heads.h"
 
 namespace bahdanau_fast {
 namespace {
@@ -102,6 +102,7 @@ struct ForwardTask {
   }
 
   void score() {
+    if (p.pools) return p.gate.data != nullptr ? score_of_heads<true>() : score_of_heads<false>();
     if (p.from_sums)
       return with_activation(p.inside.activation,
                              [&](auto act) { score_of_sums<decltype(act)::value>(); });
@@ -182,6 +183,29 @@ struct ForwardTask {
                                negative, keys, out);
       }
     }
+  }
+
+  // score() as sums/heads.h has it.
+  template <bool gated>
+  void score_of_heads() {
+    const Rows<T, A> w(p.queries, 0), inner(p.keys, b), gate(p.gate, b);
+    int64_t used = 0;  // keys that any head uses
+    for (int64_t i = 0; i < queries; ++i) {
+      used = count(i) > used ? count(i) : used;
+      for (int64_t h = 0; h < p.width; h += kLanes<A>)
+        store(constants + i * p.width + h, load_row<A>(w[i0 + i], h, p.H));
+    }
+    for (int64_t first = 0; first < used; first += kInnerRows) {
+      const int64_t keys = used - first < kInnerRows ? used - first : kInnerRows;
+      if (!any_sees(0, queries, first, keys)) continue;
+      hidden_rows<A, gated>(inner, gate, j0 + first, keys, p.H, p.width, own_table);
+      dot_rows<A>(constants, p.width, queries, own_table, p.width, keys, p.width, scores + first,
+                  plan.chunk);
+    }
+    const A* bias = static_cast<const A*>(p.head_bias);
+    for (int64_t i = 0; i < queries; ++i)
+      for (int64_t j = 0; (bias != nullptr || uniform(i)) && j < count(i); ++j)
+        score_row(i)[j] = uniform(i) ? A(0) : score_row(i)[j] + bias[i0 + i];
   }
 
   // Table rows of the keys from j0 + first on; computed here if the call came without a table.

@@ -50,6 +50,11 @@ struct Problem : Operands {
   Inside inside;
   // Scores are activations of sums; else tanh by products of exponentials, without features.
   bool from_sums = false;
+  // Pooling without a query (sums/heads.h): its heads stand where queries do, and `queries` has one
+  // row of weights for each, the same for the whole batch. `keys` are the sums inside tanh.
+  bool pools = false;
+  View gate;  // (B,Tk,H), the sums inside the sigmoid, storage type; data may be null
+  const void* head_bias = nullptr;  // (Tq) in the sum type; may be null
 };
 
 // How the forward is cut into tasks. It depends on the sizes only: results are the same for any
@@ -76,8 +81,9 @@ struct ForwardOut {
   void* contexts = nullptr;  // (B,Tq,chunks,Dv)
 };
 
-// grad_w is (B,width) in the sum type here: one part per batch row.
+// grad_w is (B,width) in the sum type here: one part per batch row; of pooling (B,Tq,width).
 struct Backward : Gradients {
+  void* grad_gate = nullptr;  // (B,Tk,H), storage type; may be null
   // Gradients of the scores and dropped-out weights, (B,Tq,Tk), contiguous, WeightOf. One call can
   // store both, and a later one start from the gradients in the place of grad_context; all may be
   // null.
@@ -158,6 +164,10 @@ struct Kernels {
   int64_t (*grad_of_sums_workspace)(const Problem&, int64_t hidden);
   void (*grad_of_sums)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
                        const void* scores, void* work);
+  // The same of pooling.
+  int64_t (*grad_of_heads_workspace)(const Problem&, int64_t hidden);
+  void (*grad_of_heads)(const Problem&, const Backward&, int64_t b, int64_t h0, int64_t h1,
+                        const void* scores, void* work);
   // Channels [c0, c1) of batch row b.
   int64_t (*convolve_workspace)(const Convolution&, int64_t channels);
   void (*convolve)(const Convolution&, int64_t b, int64_t c0, int64_t c1, void* work);

@@ -97,7 +97,7 @@ class Side {
        const Needs& needs = {})
       : rows_(rows), needs_(needs) {
     if (!weight.has_value()) return;
-    projection_.emplace(rows, *weight, bias, w_v, name, weight_name, limit);
+    projection_.emplace(rows, *weight, bias, w_v.numel(), name, weight_name, limit);
     if (is_given(projected)) projection_->check_forward(*projected, name);
     rows_ = is_given(projected) ? *projected : projection_->new_forward();
   }
@@ -141,12 +141,13 @@ std::tuple<Tensor, Tensor> attend(const AttentionArguments& args, bool need_weig
     return attend_to(Inputs(q, k, args, exponentials_for(q), precise), need_weights, narrow);
   };
   if (!w_q.has_value() && !w_k.has_value()) return results(queries, keys);
+  const int64_t hidden = w_v.numel();
   if (!w_q.has_value())
-    return results(queries, Projected(keys, *w_k, args.bias, w_v, "keys", "w_k").new_forward());
+    return results(queries, Projected(keys, *w_k, args.bias, hidden, "keys", "w_k").new_forward());
   const OwnRows q =
-      Projected(queries, *w_q, std::nullopt, w_v, "queries", "w_q", fp64_limit(w_k)).forward();
+      Projected(queries, *w_q, std::nullopt, hidden, "queries", "w_q", fp64_limit(w_k)).forward();
   return w_k.has_value()
-             ? results(q, Projected(keys, *w_k, args.bias, w_v, "keys", "w_k").forward())
+             ? results(q, Projected(keys, *w_k, args.bias, hidden, "keys", "w_k").forward())
              : results(q, keys);
 }
 

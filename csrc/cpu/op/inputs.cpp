@@ -104,13 +104,8 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const AttentionArgument
   p.queries = view_of(queries, owned_);
   p.keys = view_of(keys, owned_);
   p.values = view_of(args.values, owned_);
-  p.dropout = args.dropout_p > 0.0;
-  if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(args.seed, check_cpu));
   set_inside(args);
-  key_counts_.assign(p.B * p.Tq, p.Tk);
-  p.key_counts = key_counts_.data();
-  if (args.valid_lens.has_value()) set_key_counts(*args.valid_lens);
-  if (args.mask.has_value()) set_mask(*args.mask);
+  set_seen(args.dropout_p, args.seed, args.valid_lens, args.mask);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
   if (!p.from_sums) set_table(args.table, args.keys_max, exponentials);
@@ -123,6 +118,52 @@ BF_INPUTS(Tensor, Tensor)
 BF_INPUTS(OwnRows, Tensor)
 BF_INPUTS(OwnRows, OwnRows)
 #undef BF_INPUTS
+
+Inputs::Inputs(const PoolingArguments& args) {
+  const auto& [inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p] = args;
+  Problem& p = problem;
+  const Kind stored = storage_kind(inner, "inner");
+  storage = inner.scalar_type();
+  const auto check = [&](const Tensor& tensor, const char* name, bool fits) {
+    STD_TORCH_CHECK(storage_kind(tensor, name) == stored && fits, name,
+                    " must have the dtype of inner (B, Tk, H), and sizes that fit it");
+  };
+  STD_TORCH_CHECK(inner.dim() == 3, "inner must have 3 dimensions");
+  p.B = inner.size(0), p.Tk = inner.size(1), p.H = inner.size(2);
+  check(w_v, "w_v", w_v.dim() == 2 && w_v.size(1) == p.H);
+  check(values, "values", values.dim() == 3 && values.size(0) == p.B && values.size(1) == p.Tk);
+  p.Tq = w_v.size(0), p.Dv = values.size(2);
+  kind = computing_kind(stored, p.B * p.Tq * p.Tk * p.H, kMaxFp64ForwardTableElements);
+  p.width = table_width(p.H, kind);
+  p.pools = true;
+  p.keys = view_of(inner, owned_);
+  p.values = view_of(values, owned_);
+  owned_.push_back(packed(w_v));
+  p.queries = {owned_.back().const_data_ptr(), 0, p.H};
+  if (gate.has_value()) {
+    check(*gate, "gate", gate->dim() == 3 && gate->sizes() == inner.sizes());
+    p.gate = view_of(*gate, owned_);
+  }
+  if (b_v.has_value()) {
+    check(*b_v, "b_v", b_v->dim() == 1 && b_v->size(0) == p.Tq);
+    buffers_.push_back(in_sum_type(packed(*b_v), kind, "b_v"));
+    p.head_bias = buffers_.back().get();
+  }
+  set_seen(dropout_p, seed, valid_lens, mask);
+}
+
+void Inputs::set_seen(double dropout_p, const MaybeTensor& seed, const MaybeTensor& valid_lens,
+                      const MaybeTensor& mask) {
+  Problem& p = problem;
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
+  p.dropout_p = dropout_p;
+  p.dropout = dropout_p > 0.0;
+  if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
+  key_counts_.assign(p.B * p.Tq, p.Tk);
+  p.key_counts = key_counts_.data();
+  if (valid_lens.has_value()) set_key_counts(*valid_lens);
+  if (mask.has_value()) set_mask(*mask);
+}
 
 Tensor Inputs::counts(const Tensor& valid_lens) const {
   Tensor out = new_tensor(gradient_shape(valid_lens, true), ScalarType::Int);

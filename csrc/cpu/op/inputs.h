@@ -74,6 +74,14 @@ Exponentials exponentials_for(const Queries& queries) {
                              : Exponentials::tabled;
 }
 
+// Of pooling without a query, projected.
+struct PoolingArguments {
+  const Tensor &inner, &w_v, &values;  // (B,Tk,H), (heads,H), (B,Tk,Dv)
+  const MaybeTensor &b_v, &gate;       // (heads), (B,Tk,H)
+  const MaybeTensor &valid_lens, &mask, &seed;
+  double dropout_p;
+};
+
 // A Problem, and all the memory it points to.
 struct Inputs {
   // Projected queries and keys, each a Tensor or OwnRows, and what else `args` has. `precise`: a
@@ -81,6 +89,8 @@ struct Inputs {
   template <class Queries, class Keys>
   Inputs(const Queries& queries, const Keys& keys, const AttentionArguments& args,
          Exponentials exponentials, bool precise = true);
+
+  explicit Inputs(const PoolingArguments& args);
 
   // How many keys the lengths leave, int32 of their shape; without a mask.
   Tensor counts(const Tensor& valid_lens) const;
@@ -90,6 +100,8 @@ struct Inputs {
   ScalarType storage;
 
  private:
+  void set_seen(double dropout_p, const MaybeTensor& seed, const MaybeTensor& valid_lens,
+                const MaybeTensor& mask);
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const Tensor& valid_lens);
   void set_mask(const Tensor& mask);

@@ -67,14 +67,13 @@ std::tuple<Tensor, Tensor, Tensor> gradients_of(const Projection& p, Kind kind, 
 }  // namespace
 
 Projected::Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias,
-                     const Tensor& w_v, const char* name, const char* weight_name, int64_t limit)
+                     int64_t hidden, const char* name, const char* weight_name, int64_t limit)
     : kind_(computing_kind(storage_kind(rows, name), rows.numel(), limit)) {
   STD_TORCH_CHECK(rows.dim() == 3, name, " must have 3 dimensions");
-  check_cpu(w_v, "w_v");
-  STD_TORCH_CHECK(
-      weight.dim() == 2 && weight.size(0) == w_v.numel() && weight.size(1) == rows.size(2) &&
-          weight.is_cpu() && weight.scalar_type() == rows.scalar_type(),
-      weight_name, " must have shape (H, D), H that of w_v, D and dtype those of ", name);
+  STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == hidden && weight.size(1) == rows.size(2) &&
+                      weight.is_cpu() && weight.scalar_type() == rows.scalar_type(),
+                  weight_name, " must have shape (H, D), H that of w_v, D and dtype those of ",
+                  name);
   B_ = p_.B = rows.size(0);
   R_ = p_.R = rows.size(1);
   p_.D = rows.size(2);

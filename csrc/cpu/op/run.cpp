@@ -72,16 +72,18 @@ void run_scores(const Inputs& in, void* scores) {
 void run_backward(const Inputs& in, Backward g, const SummedGradients& summed) {
   const Problem& p = in.problem;
   const Kernels& k = kernels(in.kind);
-  const auto workspace = p.from_sums ? k.grad_of_sums_workspace : k.grad_tanh_workspace;
-  const auto gradients = p.from_sums ? k.grad_of_sums : k.grad_tanh;
-  const int64_t bytes = size_of(in.kind);
+  const auto workspace = p.pools       ? k.grad_of_heads_workspace
+                         : p.from_sums ? k.grad_of_sums_workspace
+                                       : k.grad_tanh_workspace;
+  const auto gradients = p.pools ? k.grad_of_heads : p.from_sums ? k.grad_of_sums : k.grad_tanh;
+  const int64_t bytes = size_of(in.kind), w_size = (p.pools ? p.Tq : 1) * p.width;
   const int64_t w_f_size = p.inside.C * p.width, features_size = p.B * p.inside.C * p.Tk;
-  Buffer w_parts(summed.w != nullptr ? p.B * p.width * bytes : 0);
+  Buffer w_parts(summed.w != nullptr ? p.B * w_size * bytes : 0);
   Buffer w_f_parts(summed.w_f != nullptr ? p.B * w_f_size * bytes : 0);
   if (summed.w != nullptr) g.grad_w = w_parts.get();
   if (summed.w_f != nullptr) g.grad_w_f = w_f_parts.get();
   const bool through_tanh =
-      g.grad_queries || g.grad_keys || g.grad_w || summed.features || summed.w_f;
+      g.grad_queries || g.grad_keys || g.grad_gate || g.grad_w || summed.features || summed.w_f;
 
   // Tasks are whole batch rows if there are enough of them, else chunks of keys and then slices of
   // hidden units. Slices are also taken if the queries of a row do not fit the second-level cache.
@@ -131,7 +133,7 @@ void run_backward(const Inputs& in, Backward g, const SummedGradients& summed) {
           tanh_slice(task / slices, task % slices, scores_of_row(task / slices), work.get());
         });
   }
-  if (summed.w != nullptr) k.sum_rows(w_parts.get(), p.B, p.width, p.H, summed.w);
+  if (summed.w != nullptr) k.sum_rows(w_parts.get(), p.B, w_size, p.pools ? w_size : p.H, summed.w);
   if (summed.w_f != nullptr) k.sum_rows(w_f_parts.get(), p.B, w_f_size, w_f_size, summed.w_f);
   if (summed.features != nullptr)
     k.sum_rows(feature_parts.get(), slices, features_width, features_size, summed.features);

@@ -14,7 +14,7 @@ void run_scores(const Inputs& in, void* scores);
 // Gradients that are sums over the batch or over hidden units, in the storage type; null: not
 // wanted.
 struct SummedGradients {
-  void* w = nullptr;         // (H)
+  void* w = nullptr;         // (H); of pooling (Tq,width)
   void* features = nullptr;  // (B,C,Tk)
   void* w_f = nullptr;       // (C,width)
 };

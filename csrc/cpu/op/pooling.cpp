@@ -1,0 +1,128 @@
+// The operators of bahdanau_fast/ops/pool.py for CPU tensors.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <tuple>
+
+#include "attend.h"
+#include "project.h"
+
+namespace bahdanau_fast {
+namespace {
+
+// The bits of `needs`, in the order of the inputs.
+enum PoolNeeds : int64_t {
+  need_pooled_keys = 1,
+  need_heads = 2,
+  need_pooled_values = 4,
+  need_head_bias = 8,
+  need_gate = 16,
+  need_weight = 32,
+  need_weight_bias = 64,
+  need_gate_weight = 128,
+  need_gate_bias = 256
+};
+
+// Keys behind a layer, (B,Tk,H).
+Projected behind(const Tensor& keys, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& w_v) {
+  return Projected(keys, weight, bias, w_v.size(-1), "keys", "w", kMaxFp64ForwardTableElements);
+}
+
+// Pooled values and weights; how many keys the lengths leave, without a mask; and what keys that
+// are projected here become in both layers. A result that does not apply has shape (0,).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pool_recorded(
+    const Tensor& keys, const Tensor& w_v, const Tensor& values, MaybeTensor b_v, MaybeTensor gate,
+    MaybeTensor w, MaybeTensor b, MaybeTensor w_gate, MaybeTensor b_gate, MaybeTensor valid_lens,
+    MaybeTensor mask, MaybeTensor seed, double dropout_p, bool narrow) {
+  const Tensor inner = w.has_value() ? behind(keys, *w, b, w_v).new_forward() : keys;
+  if (w_gate.has_value()) gate = behind(keys, *w_gate, b_gate, w_v).new_forward();
+  const Inputs in(
+      PoolingArguments{inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p});
+  const auto [pooled, weights] = attend_to(in, true, narrow);
+  const auto none = [&](ScalarType type) { return new_tensor({0}, type); };
+  const bool counted = valid_lens.has_value() && !mask.has_value();
+  return {pooled, weights, counted ? in.counts(*valid_lens) : none(ScalarType::Int),
+          w.has_value() ? inner : none(in.storage), w_gate.has_value() ? *gate : none(in.storage)};
+}
+
+std::tuple<Tensor, Tensor> pool(const Tensor& keys, const Tensor& w_v, const Tensor& values,
+                                MaybeTensor b_v, MaybeTensor gate, MaybeTensor w, MaybeTensor b,
+                                MaybeTensor w_gate, MaybeTensor b_gate, MaybeTensor valid_lens,
+                                MaybeTensor mask, MaybeTensor seed, double dropout_p, bool narrow) {
+  const auto results = pool_recorded(keys, w_v, values, b_v, gate, w, b, w_gate, b_gate, valid_lens,
+                                     mask, seed, dropout_p, narrow);
+  return {std::get<0>(results), std::get<1>(results)};
+}
+
+using PoolGradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// A head's bias is the same for all keys: a softmax passes no gradient on to it.
+PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeTensor gate_sums,
+                            MaybeTensor grad_pooled, MaybeTensor grad_weights, int64_t needs,
+                            const Tensor& keys, const Tensor& w_v, const Tensor& values,
+                            MaybeTensor b_v, MaybeTensor gate, MaybeTensor w, MaybeTensor b,
+                            MaybeTensor w_gate, MaybeTensor b_gate, MaybeTensor valid_lens,
+                            MaybeTensor mask, MaybeTensor seed, double dropout_p) {
+  // Compiled code saves nothing but inputs and weights.
+  const Tensor inner = !w.has_value()          ? keys
+                       : projected.has_value() ? *projected
+                                               : behind(keys, *w, b, w_v).new_forward();
+  if (w_gate.has_value())
+    gate = gate_sums.has_value() ? gate_sums : behind(keys, *w_gate, b_gate, w_v).new_forward();
+  const Inputs in(
+      PoolingArguments{inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p});
+  const Problem& p = in.problem;
+  const int64_t of_w = need_weight | need_weight_bias, of_gate = need_gate_weight | need_gate_bias;
+  const bool needs_inner = needs & (need_pooled_keys | (w.has_value() ? of_w : 0));
+  const bool needs_gate =
+      gate.has_value() && needs & (w_gate.has_value() ? need_pooled_keys | of_gate : need_gate);
+  const auto none = [&] { return new_tensor({0}, in.storage); };
+  Tensor grad_inner = gradient(inner, needs_inner), grad_w_v = gradient(w_v, needs & need_heads);
+  Tensor grad_gate = needs_gate ? gradient(*gate, true) : none();
+  Tensor grad_values = gradient(values, needs & need_pooled_values);
+  Tensor grad_b_v = b_v.has_value() ? gradient(*b_v, needs & need_head_bias) : none();
+  torch::stable::zero_(grad_b_v);
+  if (p.empty()) {
+    for (Tensor* t : {&grad_inner, &grad_w_v, &grad_values, &grad_gate}) torch::stable::zero_(*t);
+  } else {
+    std::vector<Tensor> owned;
+    Backward g = received(in, weights, grad_pooled, grad_weights, owned);
+    g.grad_keys = data_or_null(grad_inner, needs_inner);
+    g.grad_gate = data_or_null(grad_gate, needs_gate);
+    g.grad_values = data_or_null(grad_values, needs & need_pooled_values);
+    const int64_t bytes = grad_w_v.element_size();
+    const Buffer wide(needs & need_heads ? p.Tq * p.width * bytes : 0);
+    run_backward(in, g, {wide.get()});
+    for (int64_t i = 0; wide.get() != nullptr && i < p.Tq; ++i)
+      std::memcpy(static_cast<char*>(grad_w_v.mutable_data_ptr()) + i * p.H * bytes,
+                  static_cast<const char*>(wide.get()) + i * p.width * bytes, p.H * bytes);
+  }
+  Tensor grad_keys = grad_inner, grad_w = none(), grad_b = none();
+  Tensor grad_w_gate = none(), grad_b_gate = none();
+  const bool needs_keys = needs & need_pooled_keys;
+  if (w.has_value() && needs_inner)
+    std::tie(grad_keys, grad_w, grad_b) =
+        behind(keys, *w, b, w_v)
+            .backward(grad_inner, needs_keys, needs & need_weight, needs & need_weight_bias);
+  if (w_gate.has_value() && needs_gate) {
+    Tensor more;
+    std::tie(more, grad_w_gate, grad_b_gate) =
+        behind(keys, *w_gate, b_gate, w_v)
+            .backward(grad_gate, needs_keys, needs & need_gate_weight, needs & need_gate_bias);
+    if (needs_keys) grad_keys = torch::stable::subtract(grad_keys, more, -1.0);
+    grad_gate = none();
+  }
+  return {grad_keys, grad_w_v, grad_values, grad_b_v,   grad_gate,
+          grad_w,    grad_b,   grad_w_gate, grad_b_gate};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(bahdanau_fast, CPU, m) {
+  m.impl("pool", TORCH_BOX(&pool));
+  m.impl("pool.recorded", TORCH_BOX(&pool_recorded));
+  m.impl("pool_backward", TORCH_BOX(&pool_backward));
+}
+
+}  // namespace
+}  // namespace bahdanau_fast
