@@ -305,7 +305,7 @@ def _available(device: torch.device, requested: str | None, step: bool) -> tuple
         # Triton, which takes a while to load, is loaded where it is needed.
         skipped = backend is TRITON and step and CUDA in result
         serves = backend.device in (None, device.type) and not skipped
-        if serves and why_not(name) is None and not backend.is_too_old(device):
+        if serves and why_not(name) is None and not availability.is_too_old(name, device):
             result.append(backend)
     return tuple(result)
 

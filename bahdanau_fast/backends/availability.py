@@ -129,7 +129,7 @@ def _too_old(backend: str, device: torch.device | None = None) -> str | None:
 
 def is_too_old(backend: str, device: torch.device) -> bool:
     """Whether a backend that is there cannot serve this GPU, which may not be the current one."""
-    if torch.version.cuda is None:
+    if torch.version.cuda is None or backend not in CAPABILITY:
         return False
     # Without an index it is the current one, which changes.
     return (_is_too_old if device.index is not None else _is_too_old.__wrapped__)(backend, device)

@@ -70,10 +70,6 @@ class Backend:
         """What keeps it from being available in this process, or None."""
         return None
 
-    def is_too_old(self, device: torch.device) -> bool:
-        """Whether it cannot serve this GPU, though it is available for others."""
-        return False
-
     def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
         """What it would have to do for such a call, or None; ``step``: :func:`route.is_step`."""
         return f"serve {dtype} tensors" if dtype == torch.float64 else None

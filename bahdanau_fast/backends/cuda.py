@@ -29,10 +29,6 @@ class Cuda(Backend):
         """As :func:`availability.cuda_problem`."""
         return availability.cuda_problem()
 
-    def is_too_old(self, device: torch.device) -> bool:
-        """As :func:`availability.is_too_old`."""
-        return availability.is_too_old(self.name, device)
-
     def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
         """As every backend's kernels for a GPU, and what is no step."""
         return super().refuses(dtype, step) or (None if step else f"serve more than {_STEPS}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.backend import Backend
 
@@ -26,10 +24,6 @@ class Triton(Backend):
     def problem(self) -> str | None:
         """As :func:`availability.triton_problem`."""
         return availability.triton_problem()
-
-    def is_too_old(self, device: torch.device) -> bool:
-        """As :func:`availability.is_too_old`."""
-        return availability.is_too_old(self.name, device)
 
 
 TRITON = Triton()

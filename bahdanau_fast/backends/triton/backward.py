@@ -24,11 +24,7 @@ from bahdanau_fast.kernels.backward import (
     grad_weights_kernel,
 )
 from bahdanau_fast.kernels.grad_fourier import grad_fourier_kernel
-from bahdanau_fast.kernels.grad_step import (
-    step_keys_kernel,
-    step_sums_kernel,
-    step_values_kernel,
-)
+from bahdanau_fast.kernels.grad_step import step_keys_kernel, step_sums_kernel, step_values_kernel
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
 from bahdanau_fast.ops.attention import NEED
 
