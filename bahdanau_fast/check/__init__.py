@@ -18,7 +18,7 @@ import torch
 
 from bahdanau_fast import backends, switches
 from bahdanau_fast.backends import availability
-from bahdanau_fast.check.children import OVER, Row, lines, together
+from bahdanau_fast.check.children import OVER, Row, lines
 from bahdanau_fast.check.families import FAMILIES, compiled, rows
 from bahdanau_fast.check.machine import gpu, may_have_gpu, versions
 from bahdanau_fast.check.problems import CASES, attention, in_words, worst
@@ -53,7 +53,7 @@ def check(report: str | None = None) -> bool:
 
     say("largest error of outputs and gradients, as a share of what the parity rule allows")
     say(f"{'family':<15}{'dtype':<10}{'case':<31}{'ours':>8}{'eager':>8}   worst in")
-    gpus = [*lines(gpu, SILENCE, start + SECONDS)] if may_have_gpu() else []
+    gpus = [*lines([gpu], start + SECONDS, SILENCE)] if may_have_gpu() else []
     tried: list[Row] = []
     for row in _tried(gpus, start + SECONDS):
         tried.append(row)
@@ -96,7 +96,8 @@ def _tried(gpus: Sequence[Row], until: float) -> Iterator[Row]:
         tried = [name for name in ("triton", "terms", "waves") if why[name] is None]
         dtypes = {(n, experiment.dtype) for n in tried for experiment in FAMILIES[n].experiments}
         compiles = [partial(compiled, name, dtype) for name, dtype in dtypes]
-        together(compiles, min(time.monotonic() + COMPILING, until))
+        for _ in lines(compiles, min(time.monotonic() + COMPILING, until)):
+            pass  # what does not compile is raised again
         for name in FAMILIES:
             if why[name] is None:
                 yield from _family(name, until)
@@ -119,7 +120,7 @@ def _why_not(name: str, has: Row) -> str | None:
 def _family(name: str, until: float) -> Iterator[Row]:
     """Its experiments in a process of its own; the one that it ended in, if it did."""
     current: Row = {}
-    for row in lines(partial(rows, name), SILENCE, until):
+    for row in lines([partial(rows, name)], until, SILENCE):
         if "begun" in row:
             current = {"family": name, "case": row["case"], "dtype": row["dtype"]}
         else:

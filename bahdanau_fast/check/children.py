@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OVER", "Child", "Row", "Work", "lines", "say", "together"]
+__all__ = ["OVER", "Child", "Row", "Work", "lines", "say"]
 
 #: What a child says, as JSON.
 Row = dict[str, Any]
@@ -108,29 +108,19 @@ class Child:
             time.sleep(_MOMENT)
 
 
-def lines(work: Work, silence: float, until: float) -> Iterator[Row]:
-    """The rows that work makes in a :class:`Child`.
+def lines(works: Sequence[Work], until: float, silence: float = math.inf) -> Iterator[Row]:
+    """The rows that works make, all at once, in a :class:`Child` for each.
 
     Args:
-        work: makes the rows.
-        silence: seconds without a row after which the child is ended.
-        until: the time (of ``time.monotonic``) at which it is.
+        works: make the rows.
+        until: the time (of ``time.monotonic``) at which all are ended.
+        silence: seconds without a row after which a child is ended.
     """
-    child = Child(work, silence, until)
-    try:
-        while not child.over:
-            yield from child.rows()
-    finally:
-        child.end()
-
-
-def together(works: Sequence[Work], until: float) -> None:
-    """Do all at once, each in a child, and ask nobody for a row; at the time all are ended."""
-    left = [Child(work, math.inf, until) for work in works]
+    left = [Child(work, silence, until) for work in works]
     try:
         while left:
             for child in left:
-                child.rows()
+                yield from child.rows()
             left = [child for child in left if not child.over]
     finally:
         for child in left:

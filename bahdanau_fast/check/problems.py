@@ -148,24 +148,17 @@ class Case(NamedTuple):
         """Inputs in fp64: queries, keys, values, W_q, W_k, w_v; and lengths or a mask, by name."""
         generator = torch.Generator().manual_seed(self.batch * 7919 + self.keys + 104729 * seed)
         query_size, key_size, value_size = self.features
-        tensors = _drawn(
-            generator,
-            (self.batch, self.queries, query_size),
-            (self.batch, self.keys, key_size),
-            (self.batch, self.keys, value_size),
-            (self.hidden, query_size),
-            (self.hidden, key_size),
-            (1, self.hidden),
-        )
-        _, _, _, w_q, w_k, _ = tensors
+        rows, of_keys = (self.batch, self.queries), (self.batch, self.keys)
+        shapes = (*rows, query_size), (*of_keys, key_size), (*of_keys, value_size)
+        weights = (self.hidden, query_size), (self.hidden, key_size), (1, self.hidden)
+        tensors = _, _, _, w_q, w_k, _ = _drawn(generator, *shapes, *weights)
         w_q *= query_size**-0.5
         w_k *= key_size**-0.5
         if self.seen == "all":
             return tensors, {}
         if self.seen == "mask":
-            mask = torch.rand(self.batch, self.keys, generator=generator) < 0.7
-            return tensors, {"mask": mask}
-        size = (self.batch,) if self.seen == "per row" else (self.batch, self.queries)
+            return tensors, {"mask": torch.rand(of_keys, generator=generator) < 0.7}
+        size = rows[:1] if self.seen == "per row" else rows
         lens = torch.randint(0, self.keys + 1, size, generator=generator)
         return tensors, {"valid_lens": lens}
 

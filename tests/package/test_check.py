@@ -18,7 +18,7 @@ from mock_cuda import kernel_of, mock
 
 from bahdanau_fast import check, cli, switches
 from bahdanau_fast.check import families
-from bahdanau_fast.check.children import OVER, lines, together
+from bahdanau_fast.check.children import OVER, lines
 from ptx_machine import needs_compiler
 
 
@@ -171,7 +171,7 @@ def test_what_a_child_prints_is_kept_beside_its_rows():
         yield {"row": 1}
         raise ValueError("planted")
 
-    first, last = lines(work, 60.0, time.monotonic() + 60.0)
+    first, last = lines([work], time.monotonic() + 60.0, 60.0)
     assert first == {"row": 1}
     assert last["ended"] == "its process raised"
     assert (last["output"][0], last["output"][-1]) == ("before", "ValueError: planted")
@@ -185,7 +185,9 @@ def test_children_beside_each_other_end_with_the_time(tmp_path):
         yield {}
 
     begun = time.monotonic()
-    together([partial(work, "quick", 0.0), partial(work, "late", 1000.0)], begun + 1.0)
+    works = [partial(work, "quick", 0.0), partial(work, "late", 1000.0)]
+    *rows, last = lines(works, begun + 1.0)
+    assert (rows, last["ended"]) == ([{}], OVER)
     assert {path.name for path in tmp_path.iterdir()} == {
         "quick begun",
         "quick ended",

@@ -59,7 +59,7 @@ def checking(*names, only=lambda _: True, **limits):
         patch.multiple(check, **{"SECONDS": 1000.0, "SILENCE": 300.0, **limits}),
         patch.object(check, "availability", SimpleNamespace(interpreted=lambda: False)),
         patch.object(check, "_on_cpu", lambda **_: ()),
-        patch.object(check, "together", lambda *_: None),
+        patch.object(check, "compiled", lambda *_: ()),
     ):
         yield
 
