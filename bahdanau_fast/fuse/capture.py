@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import config
-from torch._dynamo.exc import (
-    FailOnRecompileLimitHit,
-    TorchDynamoException,
-    Unsupported,
-    UserError,
-)
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported, UserError
 
 from bahdanau_fast.fuse.choice import GraphError
 from bahdanau_fast.fuse.compiling import rewrite
