@@ -22,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from .cases import LIST, LOOP, MANY_QUERIES, MODES, SCAN, STEPS_ON_MEMORY, TOY, Mode, Shape
 from .contestants import registry
-from .contestants.parity import build_in
+from .contestants.parity import checked_call
 from .measure import Timings, interleave
 from .tables import markdown
 from .worker import ROOT, Worker, WorkerError, where
@@ -139,7 +140,8 @@ def _timed(workers: dict[str, Worker], row: Comparison, seconds: float) -> Timin
     """The timings of a row, or why there are none."""
     try:
         for name, worker in workers.items():
-            found = build_in(worker, row.source, row.provider, row.task, row.shape, row.mode)
+            given = row.source, row.provider, row.task, row.shape, row.mode
+            found = worker.make(checked_call, *given)
             if not found.passed:
                 share = f"{found.worst:.3g} of the allowed error"
                 return f"{name} fails parity, {found.where}: {share}"
@@ -180,9 +182,8 @@ def lines(verdicts: dict[Comparison, Difference], problems: dict[Comparison, str
     ]
     table = markdown(["row", "new / old", f"bounds at {CONFIDENCE:.0%}", "verdict"], cells)
     table += [f"not compared: {row}: {problem}" for row, problem in problems.items()]
-    words = [verdict.word for verdict in verdicts.values()]
-    counted = {word: words.count(word) for word in dict.fromkeys(words)}
-    summed = ", ".join(f"{count} {word}" for word, count in counted.items())
+    words = Counter(verdict.word for verdict in verdicts.values())
+    summed = ", ".join(f"{count} {word}" for word, count in words.items())
     return [*table, "", f"{summed or 'nothing compared'}; less than {FLOOR:.0%} is not called"]
 
 

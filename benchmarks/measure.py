@@ -7,8 +7,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,14 +55,11 @@ class Timings:
         return {name: asdict(self.time(name)) for name in self.samples}
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _clocked(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
 
 
 def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
@@ -72,12 +68,8 @@ def seconds_per_call(call: Callable[[], Any], repeats: int) -> float:
     if own is not None:
         return float(own(repeats))
     if repeats > 1:
-        for _ in range(repeats):  # not timed: the provider before left its own data in the caches
-            call()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
+        _clocked(call, repeats)  # unused: the provider before left its own data in the caches
+    return _clocked(call, repeats)
 
 
 def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: int = 5) -> Timings:
@@ -89,7 +81,9 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
     each sample lets the OpenMP threads of the provider before go to sleep.
     """
     names = list(calls)
-    with _no_collection():
+    gc.collect()
+    gc.disable()
+    try:
         repeats, round_seconds = {}, 0.0
         for name, call in calls.items():
             once = seconds_per_call(call, 1)
@@ -107,23 +101,12 @@ def interleave(calls: dict[str, Callable[[], Any]], seconds: float, min_rounds: 
             for name in order.sample(names, len(names)):
                 time.sleep(PAUSE_SECONDS)
                 samples[name].append(seconds_per_call(calls[name], repeats[name]))
+    finally:
+        gc.enable()
     return Timings(samples)
 
 
-class MemoryRead:
-    """Reads a buffer far larger than the caches, once a call."""
-
-    def __init__(self, nbytes: int = 768 << 20) -> None:
-        self._buffer = torch.ones(nbytes // 4)
-
-    def __call__(self) -> Tensor:
-        return self._buffer.sum()
-
-    def bytes_per_second(self, timings: Timings, name: str) -> float:
-        """The best rate of the rounds; the others were disturbed."""
-        return self._buffer.nbytes / min(timings.samples[name])
-
-
+@dataclass(frozen=True)
 class GpuCall:
     """A call, or the replay of its graph, on a GPU, timed by events; on a CPU by the clock.
 
@@ -131,35 +114,31 @@ class GpuCall:
     ``host``: until it returns, whether or not the GPU is done.
     """
 
-    def __init__(
-        self, call: Callable[[], Any], device: torch.device, cold: bool = False, holds: int = 1,
-        host: bool = False,
-    ) -> None:  # fmt: skip
-        self._call, self._device, self._cold, self._holds = call, device, cold, holds
-        self._host = host
+    call: Callable[[], Any]
+    device: torch.device
+    cold: bool = False
+    holds: int = 1
+    host: bool = False
 
     def __call__(self) -> Any:
-        return self._call()
+        return self.call()
 
     def seconds(self, repeats: int) -> float:
         """Seconds per call of one sample."""
-        if self._host:
-            synchronize(self._device)
-            start = time.perf_counter()
-            for _ in range(repeats):
-                self._call()
-            took = time.perf_counter() - start
-            synchronize(self._device)
-            return took / repeats
-        if self._device.type != "cuda":
-            return seconds_per_call(self._call, repeats)
-        self._call()  # not timed: the call before left its own data in the L2
-        if not self._cold:
+        if self.host:
+            synchronize(self.device)
+            took = _clocked(self.call, repeats)
+            synchronize(self.device)
+            return took
+        if self.device.type != "cuda":
+            return seconds_per_call(self.call, repeats)
+        self.call()  # not timed: the call before left its own data in the L2
+        if not self.cold:
             return self._between_events(repeats)
         total = 0.0
         for _ in range(repeats):
             # Read, not written: written lines would go back to memory while the next call runs.
-            _larger_than_any_l2(self._device).sum()
+            _larger_than_any_l2(self.device).sum()
             total += self._between_events(1)
         return total / repeats
 
@@ -167,10 +146,10 @@ class GpuCall:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(repeats):
-            self._call()
+            self.call()
         end.record()
-        torch.cuda.synchronize(self._device)
-        return float(start.elapsed_time(end)) * 1e-3 / repeats / self._holds
+        torch.cuda.synchronize(self.device)
+        return float(start.elapsed_time(end)) * 1e-3 / repeats / self.holds
 
 
 def synchronize(device: torch.device) -> None:

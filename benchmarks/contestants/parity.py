@@ -25,7 +25,6 @@ from torch import Tensor
 from bahdanau_fast import parity, reference
 
 from ..cases import DECODE_STEPS, Inputs, Shape, draw
-from ..worker import Worker
 from . import Group, Provider, Runnable, decode
 
 # Elements of (B,Tq,Tk,H) that the oracle computes at most, in fp64 and in the tested dtype.
@@ -53,7 +52,7 @@ class Verdict:
 
 
 def checked_call(
-    source: str, name: str, task: str, shape: Shape, mode: str
+    source: str, name: str, task: str, shape: Shape, mode: str = "forward"
 ) -> tuple[Callable[[], Any], Verdict]:
     """What a worker makes: a call of a provider in ``source.PROVIDERS``, and the verdict on it."""
     providers = {each.name: each for each in importlib.import_module(source).PROVIDERS}
@@ -61,15 +60,7 @@ def checked_call(
     inputs = draw(shape)
     inputs.require_grad(mode != "forward")
     oracle = Oracle(inputs, shape, task, mode == "train")
-    return oracle.checked(providers[name], task, mode == "train")
-
-
-def build_in(
-    worker: Worker, source: str, provider: str, task: str, shape: Shape, mode: str = "forward"
-) -> Verdict:
-    """Let a process build the call that it will time, and check its parity; or WorkerError."""
-    found: Verdict = worker.make(checked_call, source, provider, task, shape, mode)
-    return found
+    return oracle.checked(providers[name])
 
 
 def prepare(runnable: Runnable, train: bool, grad_context: Tensor) -> Callable[[], Any]:
@@ -95,15 +86,15 @@ class Oracle:
         self._exact = self._compute(torch.float64)
         self._eager = self._compute(inputs.keys.dtype)
 
-    def check(self, runnable: Runnable, group: Group, train: bool) -> Verdict:
-        """Run a call once, with its backward if ``train``, and compare it with the reference."""
+    def check(self, runnable: Runnable, group: Group) -> Verdict:
+        """Run a call once, with its backward in training, and compare it with the reference."""
         context, weights = runnable.forward()
         results = {"context": context.detach()[self.rows]}
         if weights is not None or group != "peer":  # some peers return a context alone
             results["weights"] = weights.detach()[self.rows]
         verdicts = [self._judge(name, result, group) for name, result in results.items()]
         # A context of the wrong shape has no gradient; its own verdict says what is wrong.
-        if train and all(math.isfinite(verdict.worst) for verdict in verdicts):
+        if self._gradients and all(math.isfinite(verdict.worst) for verdict in verdicts):
             grad = torch.zeros_like(self._inputs.grad_context)
             grad[self.rows] = self._inputs.grad_context[self.rows]
             for i, found in enumerate(torch.autograd.grad(context, runnable.leaves, grad)):
@@ -111,13 +102,11 @@ class Oracle:
                 verdicts.append(self._judge(f"gradient {i}", checked, group))
         return max(verdicts, key=lambda verdict: verdict.worst)
 
-    def checked(
-        self, provider: Provider, task: str, train: bool
-    ) -> tuple[Callable[[], Any], Verdict]:
+    def checked(self, provider: Provider) -> tuple[Callable[[], Any], Verdict]:
         """A provider's call as it will be timed, and the verdict on it."""
-        runnable = provider.build(task, self._inputs)
-        verdict = self.check(runnable, provider.group, train)
-        return prepare(runnable, train, self._inputs.grad_context), verdict
+        runnable = provider.build(self._task, self._inputs)
+        verdict = self.check(runnable, provider.group)
+        return prepare(runnable, self._gradients, self._inputs.grad_context), verdict
 
     def _judge(self, name: str, result: Tensor, group: Group) -> Verdict:
         exact = self._exact[name]

@@ -80,7 +80,7 @@ def checked(
     """A provider's call, and its verdict against fp64 by the rule for ours."""
     inputs = inputs_of(case, device)
     oracle = Oracle(inputs, case.shape, case.task, case.train)
-    call, verdict = oracle.checked(replace(provider, group="ours"), case.task, case.train)
+    call, verdict = oracle.checked(replace(provider, group="ours"))
     synchronize(device)
     return call, asdict(verdict)
 

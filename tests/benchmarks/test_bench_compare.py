@@ -8,7 +8,7 @@ import pytest
 from benchmarks import compare
 from benchmarks.cases import TOY
 from benchmarks.compare import NEW, OLD, Difference, judge
-from benchmarks.contestants.parity import build_in
+from benchmarks.contestants.parity import checked_call
 from benchmarks.measure import Timings
 from benchmarks.worker import ROOT, Worker, WorkerError
 
@@ -100,10 +100,10 @@ def test_a_process_says_what_is_wrong_and_goes_on():
     with Worker() as worker:
         source = "benchmarks.contestants.registry"
         with pytest.raises(WorkerError, match="KeyError: 'scan'"):
-            build_in(worker, source, "d2l eager", "scan", TOY)
+            worker.make(checked_call, source, "d2l eager", "scan", TOY)
         with pytest.raises(WorkerError, match="No module named 'nowhere'"):
-            build_in(worker, "nowhere", "d2l eager", "full", TOY)
-        assert build_in(worker, source, "ours module", "full", TOY, "train").passed
+            worker.make(checked_call, "nowhere", "d2l eager", "full", TOY)
+        assert worker.make(checked_call, source, "ours module", "full", TOY, "train").passed
         assert 0 < worker.seconds(3) < 1
         worker.kill()
         with pytest.raises(WorkerError, match="died of SIGKILL"):
