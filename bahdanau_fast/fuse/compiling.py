@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from bahdanau_fast.fuse.choice import Choice
+from bahdanau_fast.fuse.look import in_words
 from bahdanau_fast.graphs.caches import NoCaches, Shared
-from bahdanau_fast.graphs.graph import Graph, NotFusable
+from bahdanau_fast.graphs.graph import Graph
 from bahdanau_fast.graphs.plan import FusedPlan
 from bahdanau_fast.graphs.prove import apart, as_before
 from bahdanau_fast.graphs.rewrite import Rewriter
@@ -25,12 +26,7 @@ __all__ = ["backend", "fuse_graph", "rewrite"]
 
 
 def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """A graph with additive attention as the fused operator; the same one where it has none.
-
-    Args:
-        graph: as ``torch.compile`` hands it to a backend.
-        example_inputs: likewise; read where the graph does not say what its inputs are.
-    """
+    """As :func:`bahdanau_fast.fuse.fuse_graph`, which imports this."""
     with contextlib.suppress(Exception):  # whatever fails, the graph before it is used
         rewriter = Rewriter(graph, example_inputs, Shared(NoCaches()))
         for anchor in rewriter.activations():
@@ -74,21 +70,17 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
                 piece, plan = rewriter.find(anchor, True)
                 rewriter.put(piece, plan)
             except Exception as error:
-                record.leave(rewriter.source(anchor), _said(error))
+                record.leave(rewriter.source(anchor), in_words(error))
             else:
                 fused += 1
                 record.fuse(rewriter.source(anchor), rewriter.notes.graph, piece)
         rewritten = rewriter.rewritten() if fused else None
     except Exception as error:
-        record.leave("", f"cannot be looked at: {_said(error)}")
+        record.leave("", f"cannot be looked at: {in_words(error)}")
         fused = 0
     choice = Choice(graph, rewritten if fused else None, example_inputs, record.shared)
     record.choices += [choice] if fused else []
     return choice
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, NotFusable) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from bahdanau_fast.graphs.notes import CallRecorder
 from bahdanau_fast.graphs.pooling import projects
 from bahdanau_fast.graphs.probe import small_sizes
 
-__all__ = ["Look", "looked_at"]
+__all__ = ["Look", "in_words", "looked_at"]
 
 # Calls that show no sum under an activation, after which a module is left for good; the same where
 # there is a sum against a vector, which may be fused in calls of another kind.
@@ -82,6 +82,11 @@ class Look:
             self.record.state, self.record.way = "looked", None
 
 
+def in_words(error: Exception) -> str:
+    """Why something is not fused, by what was raised."""
+    return str(error) if isinstance(error, NotFusable) else f"{type(error).__name__}: {error}"
+
+
 def looked_at(
     record: Record, module: Any, forward: Any, args: Any, kwargs: Any
 ) -> tuple[bool, Any]:
@@ -143,11 +148,7 @@ def _owner(graph: Graph, i: int, inside: list[_Span]) -> tuple[_Span | None, str
             piece = find(graph, i, small_sizes(graph, i), range(span.begin, span.end), True)
         except Exception as error:  # of the finder
             if span is inside[0]:
-                why = (
-                    str(error)
-                    if isinstance(error, NotFusable)
-                    else f"{type(error).__name__}: {error}"
-                )
+                why = in_words(error)
                 maybe_later = getattr(error, "maybe_later", False)
             continue
         if best is None or (piece.context is not None and not whole):

@@ -64,9 +64,8 @@ class Record:
         self.at_once = always  # the next call is looked at
         self.choices: list[Any] = []  # of its graphs
         self.compiled = 0  # graphs
-        self.formulas: dict[
-            tuple[str, str], str
-        ] = {}  # why a softmax is no part, by place and formula
+        # Why a softmax is no part, by place and formula.
+        self.formulas: dict[tuple[str, str], str] = {}
         self.reasons: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.methods: list[str] = []  # that somebody else may call
@@ -120,10 +119,8 @@ class Record:
         why = f"; {self.reasons['']}" if "" in self.reasons else ""
         for (source, formula), rest in self.formulas.items():
             for fused, text in self._kinds():
-                yield (
-                    "fused" if fused else "left",
-                    Entry(*named, source, formula, text + rest + why),
-                )
+                entry = Entry(*named, source, formula, text + rest + why)
+                yield "fused" if fused else "left", entry
         for source, reason in self.reasons.items():
             if source or not self.formulas:
                 yield "left", Entry(*named, source, "", reason)
