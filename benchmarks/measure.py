@@ -124,7 +124,6 @@ class GpuCall:
         return self.call()
 
     def seconds(self, repeats: int) -> float:
-        """Seconds per call of one sample."""
         if self.host:
             synchronize(self.device)
             took = _clocked(self.call, repeats)
@@ -163,13 +162,13 @@ def _larger_than_any_l2(device: torch.device) -> Tensor:
     return torch.zeros(64 << 20, device=device)
 
 
-def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any] | str:
-    """``call``, so many times, as the replay of a CUDA graph, or why it cannot be one.
+def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
+    """``call``, so many times, as the replay of a CUDA graph; RuntimeError where it cannot be one.
 
     The replay returns what the last call does.
     """
     if not torch.cuda.is_available():
-        return "no GPU"
+        raise RuntimeError("no GPU")
     before = torch.cuda.current_stream()
     try:
         stream = torch.cuda.Stream()
@@ -186,7 +185,7 @@ def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any] | str
     except Exception as error:  # capture fails with many kinds of errors
         torch.cuda.set_stream(before)  # a capture that fails to end leaves its own
         torch.cuda.synchronize()
-        return str(error).strip().splitlines()[0]
+        raise RuntimeError(str(error).strip().splitlines()[0]) from error
 
     def replay() -> Any:
         graph.replay()
@@ -197,21 +196,20 @@ def captured(call: Callable[[], Any], times: int = 1) -> Callable[[], Any] | str
 
 def graphs(
     call: Callable[[], Any], device: torch.device, calls: int, cold: bool
-) -> dict[str, GpuCall] | str:
-    """A graph of so many calls, and with ``cold`` one of one; or why there are none."""
-    many = captured(call, calls)
-    one = captured(call) if cold and not isinstance(many, str) else many
-    if isinstance(many, str) or isinstance(one, str):
-        return str(one)
-    found = {"graph": GpuCall(many, device, holds=calls)}
-    return found | {"cold": GpuCall(one, device, cold=True)} if cold else found
+) -> dict[str, GpuCall]:
+    """A graph of so many calls, and with ``cold`` one of one."""
+    found = {"graph": GpuCall(captured(call, calls), device, holds=calls)}
+    return found | {"cold": GpuCall(captured(call), device, cold=True)} if cold else found
 
 
 def in_turns(
     call: Callable[[], Any], device: torch.device, holds: int, cold: bool
 ) -> tuple[dict[str, Any], dict[str, GpuCall]]:
     """Seconds of a call, and from graphs of it, with those graphs; without them says why."""
-    found = graphs(call, device, holds, cold) if holds else "not asked for"
-    made, told = ({}, {"no graph": found}) if isinstance(found, str) else (found, {})
+    made, told = dict[str, GpuCall](), {} if holds else {"no graph": "not asked for"}
+    try:
+        made = graphs(call, device, holds, cold) if holds else {}
+    except RuntimeError as error:
+        told = {"no graph": str(error)}
     calls = {"called": GpuCall(call, device)} | made
     return interleave(calls, GPU_SECONDS).packed() | told, made

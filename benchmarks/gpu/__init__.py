@@ -58,7 +58,6 @@ EACH, MACHINE = f"{__name__}:each", f"{__name__}:machine"
 
 
 def machine(device: str, called: str = "") -> None:
-    """Say what figures of a device come from."""
     found = with_gpu(device) | ({"gpu": called} if called else {})
     say({"stage": "machine", "row": "machine", **found})
 

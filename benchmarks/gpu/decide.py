@@ -12,11 +12,11 @@ sweep of a constant goes once it is measured.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from ..worker import ROOT
@@ -193,8 +193,7 @@ def _problem(row: dict[str, Any]) -> str:
 
 def slower(found: Times, chosen: dict[str, str]) -> float:
     """Times of the chosen ways, over those of the fastest, in the mean over calls."""
-    shares = [of[chosen[call]] / min(of.values()) for call, of in found.items()]
-    return math.exp(sum(map(math.log, shares)) / len(shares))
+    return geometric_mean(of[chosen[call]] / min(of.values()) for call, of in found.items())
 
 
 def candidates(sweep: Sweep, found: Times, now: float) -> dict[float, dict[str, str]]:
@@ -242,7 +241,6 @@ def _said(constant: Constant, lines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def report(lines: list[dict[str, Any]], root: Path = ROOT) -> list[str]:
-    """The text, in lines."""
     said = []
     for line in filter(is_wrong, lines):
         kept = {k: v for k, v in line.items() if k not in ("text", "stage", "row", "said")}
@@ -252,7 +250,6 @@ def report(lines: list[dict[str, Any]], root: Path = ROOT) -> list[str]:
 
 
 def main(path: str) -> None:
-    """Print the report of a file."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     print("\n".join(report([json.loads(line) for line in lines])))
 

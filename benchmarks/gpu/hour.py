@@ -21,11 +21,11 @@ from typing import Any
 from bahdanau_fast.check.children import say
 
 from ..worker import ROOT
-from . import EACH, MACHINE, Experiment, Row, command, is_wrong, machine, measure
+from . import EACH, MACHINE, Experiment, Row, command, is_wrong, measure
 from .decide import SWEEPS
 
 SECONDS = 540.0
-HERE, LAB = f"{__package__}.hour", f"{__package__}.lab:constant"
+HERE, LAB, DRY = f"{__package__}.hour", f"{__package__}.lab:constant", "dry_hour"
 CUDA, TRITON = "tests/cuda/gpu/test_", "tests/triton/kernels/test_"
 FIRST = f"{CUDA}persistent_on_gpu.py"  # it has the first cooperative launch
 # Other tests, and how many processes share them: compiling takes most of their time.
@@ -57,7 +57,7 @@ def experiments(dry: bool) -> list[Experiment]:
         for path, count in PARTS.items()
         for part in range(1 if dry else count)
     ]
-    rows = f"{HERE}:{'tiny' if dry else 'felt'}"
+    rows = f"{DRY}:user_rows" if dry else f"{HERE}:felt"
     user = [
         Experiment(name, limit, EACH, ("user", f"{rows}:{pattern}", device))
         for name, (pattern, limit) in FELT.items()
@@ -76,7 +76,7 @@ def experiments(dry: bool) -> list[Experiment]:
     if not dry:
         return found
     # It builds the mock runtime.
-    found[0] = Experiment("machine", 300, f"{HERE}:no_machine")
+    found[0] = Experiment("machine", 300, f"{DRY}:machine")
     # The processor serves its tensors, but for those of the lab.
     interpret = (("TRITON_INTERPRET", str(int(e.function == LAB))) for e in found)
     return [
@@ -88,16 +88,7 @@ def experiments(dry: bool) -> list[Experiment]:
 # ---- what is run as users and tests run it
 
 
-def no_machine() -> None:
-    """What stands for a GPU in a dry run, built; and the line that says so."""
-    from mock_cuda import mock
-
-    mock()
-    machine("cpu", "no GPU: a dry run")
-
-
 def check() -> None:
-    """``python -m bahdanau_fast check``."""
     from bahdanau_fast.cli import main
 
     with redirect_stdout(io.StringIO()) as told:
@@ -150,16 +141,6 @@ def felt(device: str, pattern: str) -> list[Row]:
         for row in user.user(device)
         if re.search(pattern, row.name) and not re.search(f"compiled:|{left_out}", row.name)
     ]
-
-
-def tiny(device: str, pattern: str) -> list[Row]:
-    """The first of them, small."""
-    from .. import measure as timing
-    from . import user
-
-    user.SIZES, timing.GPU_SECONDS = user.TINY, 1e-3
-    timing.SAMPLE_SECONDS, timing.PAUSE_SECONDS = 1e-4, 0.0
-    return felt(device, pattern)[:1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

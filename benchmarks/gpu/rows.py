@@ -35,7 +35,6 @@ def measured(kind: str = "gpu", folder: Path = RESULTS) -> list[list[Row]]:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """The rows of a file by name."""
     found, where = dict[str, Row](), ""
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         if line.startswith("# "):
@@ -261,7 +260,6 @@ def block(found: list[Row]) -> list[str]:
 
 
 def wrapped(text: str) -> list[str]:
-    """Lines of a paragraph."""
     return textwrap.wrap(text, 110, break_on_hyphens=False)
 
 

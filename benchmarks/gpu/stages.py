@@ -164,7 +164,6 @@ def built(case: GpuCase, provider: Provider, device: torch.device) -> dict[str, 
 
 
 def copy_rate(device: torch.device) -> dict[str, Any]:
-    """The bandwidth of a copy."""
     size = 1 << (30 if device.type == "cuda" else 20)
     x, y = torch.randn(size, device=device), torch.empty(size, device=device)
     found = interleave({"copy": GpuCall(lambda: y.copy_(x), device)}, measure.GPU_SECONDS).packed()
@@ -235,7 +234,6 @@ def _of_each_dtype(ways: Iterable[tuple[Shape, str, bool]]) -> list[GpuCase]:
 
 
 def _row(kind: Callable[..., Any], case: GpuCase, device: torch.device, rival: str = "") -> Row:
-    """A row of ours, or of a rival."""
     who = (by_name(rival) if rival else subject(case),) if kind is not poisoned else ()
     seconds = TUNED_SECONDS if "compiled" in rival else ROW_SECONDS
     return Row(f"{rival or case.backend}: {case.call}", seconds, partial(kind, case, *who, device))

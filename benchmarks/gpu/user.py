@@ -45,12 +45,6 @@ SIZES: dict[str, Any] = {
     "captioner": (32, 196, 2048, 512),  # B, Tk, Dk, H
     "compiled": None,  # so many rows of compiled code; None for all
 }
-TINY = {
-    "decoder": Setting(3, 5, 4, 4, 8, 1, 20),
-    "chapter": Setting(2, 4, 3, 4, 8, 2, 20),
-    **dict.fromkeys(("call", "host"), (2, 1, 5, 8)),
-    **{"tacotron": (2, 9, 6, 5, 8, 2, 3), "captioner": (2, 6, 5, 8), "compiled": 1},
-}
 
 
 class Step(NamedTuple):
@@ -182,7 +176,6 @@ _judge = functools.lru_cache(1)(Judge)
 
 
 def _decoder(who: str, device: torch.device, task: str, setting: Setting) -> dict[str, Any]:
-    """A training step or a greedy decoding."""
     kind, told = who.partition(",")[0], {}
     work = Work(kind, setting, device)
     decoder = work.model.decoder

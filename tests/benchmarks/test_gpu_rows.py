@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
+import dry_hour
 import pytest
 import torch
 from fresh import ROOT, python
@@ -34,7 +35,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setattr(user, "SIZES", user.TINY)
+    monkeypatch.setattr(user, "SIZES", dry_hour.TINY)
     monkeypatch.setattr(choice, "PAYS", float("inf"))  # calls as small run as written
     monkeypatch.setattr(look, "_SECONDS", 0.0)
     monkeypatch.setattr(measure, "GPU_SECONDS", 1e-3)
@@ -144,7 +145,8 @@ def test_rows_in_the_interpreter(tmp_path):
 
 
 def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
-    assert captured(lambda: None) == "no GPU"
+    with pytest.raises(RuntimeError, match=r"^no GPU$"):
+        captured(lambda: None)
     calls = {"called": GpuCall(lambda: None, CPU), "cold": GpuCall(lambda: None, CPU, cold=True)}
     timings = interleave(calls, 0.05)
     assert len(timings.samples["called"]) >= 5
@@ -169,7 +171,7 @@ def test_a_graph_that_writes_nothing_or_other_bits_is_found(value, same):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_compiled_rows_come_last_and_graphs_need_a_gpu(device, monkeypatch):
-    monkeypatch.setattr(user, "SIZES", user.TINY | {"compiled": None})
+    monkeypatch.setattr(user, "SIZES", dry_hour.TINY | {"compiled": None})
     found = [(row.name, row.seconds) for row in user.user(device)]
     compiled = ["compiled" in name for name, _ in found]
     assert compiled == sorted(compiled)
@@ -191,7 +193,7 @@ def test_a_decoder_is_what_a_graph_can_be_made_of(who, monkeypatch):
         made.extend(torch.autograd.grad(outputs, asked, [torch.ones_like(x) for x in outputs]))
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", make)
-    result = user._decoder(f"{who}, graphed", CPU, "train", user.TINY["decoder"])
+    result = user._decoder(f"{who}, graphed", CPU, "train", dry_hour.TINY["decoder"])
     assert result["passed"]
     assert len(made) == 12  # source and state, three of attention, seven of other layers
     assert all(x.any() for x in made)
