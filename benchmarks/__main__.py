@@ -103,15 +103,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", metavar="NAME", default="", help="tables or shapes whose name contains NAME"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-output"), help="for the figures")
-    parser.add_argument("--note", default="", help="kept and shown with the figures")
     options = parser.parse_args(arguments)
     wanted = cases(options.only)
     if not wanted:
         parser.error(f"--only must name a table or a shape, got {options.only!r}")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*")
     start, where = time.perf_counter(), machine()
-    if options.note:
-        where["note"] = options.note
     for name, value in where.items():
         print(f"{name:<14} {value}")
     rows: list[dict[str, Any]] = []

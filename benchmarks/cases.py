@@ -120,7 +120,6 @@ class Inputs:
         return (self.queries, *sources, self.w_q, self.w_k, self.w_v)
 
     def require_grad(self, required: bool) -> None:
-        """Turn gradients of all floating inputs on or off."""
         for field in fields(self):
             tensor = getattr(self, field.name)
             if tensor is not None and tensor.is_floating_point() and field.name != "grad_context":

@@ -38,8 +38,6 @@ PARITY = {False: 1e-3, True: 2.0**-7}
 
 @dataclass(frozen=True)
 class Setting:
-    """One model and batch."""
-
     batch: int
     source: int
     target: int
@@ -123,7 +121,6 @@ class Work:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=cache)
 
     def forward(self, target: Tensor) -> Tensor:
-        """Logits."""
         with self.autocast():
             logits: Tensor = self.model(self.source, target, self.source_lens)[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

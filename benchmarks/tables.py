@@ -120,11 +120,10 @@ def name_of(run: Run) -> str:
 
 
 def about(run: Run) -> str:
-    """Kernels, versions, commit and note of a run, in one line."""
+    """Kernels, versions and commit of a run, in one line."""
     where = run["machine"]
-    parts = [where.get("cpu kernels", "").rpartition(", ")[2], f"torch {where['torch']}"]
-    parts += [f"commit {where['commit']}", where.get("note", "")]
-    return ", ".join(filter(None, parts))
+    kernels = where["cpu kernels"].rpartition(", ")[2]
+    return f"{kernels}, torch {where['torch']}, commit {where['commit']}"
 
 
 def runs(results: Path = RESULTS) -> list[Run]:

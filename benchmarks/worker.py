@@ -46,7 +46,6 @@ class Worker:
         return self._ask((function, arguments))
 
     def seconds(self, repeats: int) -> float:
-        """Seconds per call of one sample."""
         return float(self._ask(repeats))
 
     def __call__(self) -> None:

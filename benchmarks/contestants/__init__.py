@@ -86,7 +86,6 @@ def decode(step: Step, queries: Tensor) -> Outputs:
 
 
 def _builder(make: Callable[[], Attention], task: str, inputs: Inputs) -> Runnable:
-    """A function's call in a task."""
     attention, rest = make(), (inputs.values, inputs.w_v, inputs.valid_lens)
     given = {
         "full": (inputs.queries, inputs.keys, *rest, inputs.w_q, inputs.w_k),

@@ -41,7 +41,6 @@ Module = CourseAttention | bf.AdditiveAttention
 
 
 def by_name(name: str) -> Provider:
-    """The provider of that name."""
     return next(provider for provider in PROVIDERS if provider.name == name)
 
 
@@ -127,7 +126,6 @@ def _on_new_keys(make: Callable[[Inputs], Module], inputs: Inputs, steps: bool =
 
 
 def _on_memory(inputs: Inputs) -> Runnable:
-    """A step on a memory."""
     module: Any = _ours(inputs)
     with torch.no_grad():
         memory = module.memory(inputs.keys, inputs.values, inputs.valid_lens)

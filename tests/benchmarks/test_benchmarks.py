@@ -225,10 +225,10 @@ def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, caps
     few = [provider for provider in PROVIDERS if provider.group != "compiled"]
     monkeypatch.setattr(command, "cases", lambda only: [] if only else wanted)
     monkeypatch.setattr(command, "Runner", lambda: Runner(few, seconds=1e-4, min_rounds=3))
-    assert command.main(["--out", str(tmp_path), "--note", "a trial"]) == 0
+    assert command.main(["--out", str(tmp_path)]) == 0
     (run,) = runs(tmp_path)
     text = "\n".join(page.of_machine(run))
-    assert "a trial" in text
+    assert f", commit {run['machine']['commit']}." in text
     assert f"In {page.leads(run['rows'][1]):d} of 1 rows" in text
     ours, d2l = (run["rows"][0]["seconds"][n]["median"] for n in ("ours memory", "d2l eager"))
     (line,) = (line for line in text.splitlines() if line.startswith("| one decoder step (2, 1"))
