@@ -7,7 +7,6 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,8 +98,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    script = "bahdanau-fast"
     parser = _Parser(
-        prog="bahdanau-fast" if _by_script() else "python -m bahdanau_fast",
+        prog=script if Path(sys.argv[0]).stem == script else "python -m bahdanau_fast",
         description=bahdanau_fast.__doc__.split("\n")[0],
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -134,10 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _by_script() -> bool:
-    return Path(sys.argv[0]).stem == "bahdanau-fast"
-
-
 _EXAMPLES = """\
 to begin with:
   python -m bahdanau_fast info
@@ -154,31 +150,21 @@ def _add_demo(commands: Any) -> None:
         "missed."
     )
     command = commands.add_parser("demo", help=what, description=more)
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("demo-output"),
-        metavar="DIR",
-        help="where attention.png, loss.png and demo.json go (default: %(default)s)",
-    )
+    what = "where attention.png, loss.png and demo.json go (default: %(default)s)"
+    command.add_argument("--out", type=Path, default="demo-output", metavar="DIR", help=what)
     what = "replace what a demo wrote into DIR"
     command.add_argument("--overwrite", action="store_true", help=what)
-    command.add_argument(
-        "--epochs", type=at_least(1, int), metavar="N", help="passes over the data (default: 3)"
-    )
-    command.add_argument(
-        "--seed", type=at_least(0, int), default=0, metavar="N", help="random seed (default: 0)"
-    )
-    command.add_argument(
-        "--quick", action="store_true", help="a smoke run: a tenth of the data, too little to learn"
-    )
+    what = "passes over the data (default: %(default)s)"
+    command.add_argument("--epochs", type=at_least(1, int), default=3, metavar="N", help=what)
+    what = "random seed (default: %(default)s)"
+    command.add_argument("--seed", type=at_least(0, int), default=0, metavar="N", help=what)
+    what = "a smoke run: a tenth of the data, too little to learn"
+    command.add_argument("--quick", action="store_true", help=what)
     command.set_defaults(command=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    settings = Settings(seed=options.seed)
-    if options.epochs is not None:
-        settings = replace(settings, epochs=options.epochs)
+    settings = Settings(seed=options.seed, epochs=options.epochs)
     sizes = demo.QUICK if options.quick else demo.DemoSizes()
     return 0 if demo.run(options.out, settings, sizes, options.overwrite) else 1
 

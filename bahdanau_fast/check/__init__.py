@@ -7,7 +7,6 @@ is wrong has a name by which it is switched off.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -78,7 +77,8 @@ def check(report: str | None = None) -> bool:
             "passed": passed,
             "seconds": round(time.monotonic() - start, 1),
         }
-        text = json.dumps(_finite(content), indent=1) + "\n"
+        finite = json.loads(json.dumps(content), parse_constant=lambda x: str(float(x)))
+        text = json.dumps(finite, indent=1) + "\n"  # JSON has no infinity
         if report == "-":
             sys.stdout.write(text)
         else:
@@ -168,12 +168,3 @@ def _wrong(tried: Sequence[Row]) -> list[str]:
         for n in FAMILIES
         if n in bad and (n == FAMILIES[n].backend or FAMILIES[n].backend not in bad)
     ]
-
-
-def _finite(x: object) -> object:
-    """JSON has no infinity."""
-    if isinstance(x, dict):
-        return {name: _finite(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [_finite(value) for value in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x

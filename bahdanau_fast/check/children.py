@@ -128,7 +128,6 @@ def lines(works: Sequence[Work], until: float, silence: float = math.inf) -> Ite
 
 
 def _start(work: Work, writer: int) -> int:
-    """A child that does the work."""
     sys.stdout.flush()  # else it would hold the same lines
     child = os.fork()
     if child:

@@ -198,8 +198,7 @@ FAMILIES = {
     "terms": Family("triton", (*_calls((_MANY,), HALF), *_calls((_MANY,), (BF16,), _GRAPHED))),
     "waves": Family("triton", (*_calls((_LONG,), HALF), *_calls((_LONG,), (BF16,), _GRAPHED))),
     "kept-launches": Family(
-        "triton",
-        (*_calls((_SPLIT, _MANY), ALL, ("again",)), *_calls((_SPLIT,), (BF16,), _GRAPHED)),
+        "triton", (*_calls((_SPLIT, _MANY), ALL, ("again",)), *_calls((_SPLIT,), (BF16,), _GRAPHED))
     ),
 }
 
@@ -225,9 +224,8 @@ def compiled(name: str, dtype: torch.dtype, device: str = "cuda") -> Iterator[Ro
     WAYS.update(dict.fromkeys(WAYS, once))
     for experiment in FAMILIES[name].experiments:
         if experiment.dtype is dtype:
-            with suppress(
-                Exception
-            ):  # of numbers that were not computed; or it will be raised again
+            # Of numbers that were not computed; or it will be raised again.
+            with suppress(Exception):
                 experiment.judge("triton", device)
     yield from ()
 
