@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from bahdanau_fast import switches
-from bahdanau_fast.backends.triton.call import (
-    KernelCall,
-    Table,
-    lengths,
-    make_table,
-    new_table,
-    usual,
-)
+from bahdanau_fast.backends.triton.call import KernelCall, Table, usual
 from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.backward import (
@@ -217,7 +210,7 @@ def _of_many(call: KernelCall, grads: _Gradients) -> None:
         call.launch(grad_values_kernel, programs, out=grads.values, **blocks)
     if not grads.through_scores:
         return
-    lens, shape = lengths(call), (call.batch, call.queries_len, call.keys_len)
+    lens, shape = call.lengths(), (call.batch, call.queries_len, call.keys_len)
     grad_weights = grad_scores = call.steps.new(*shape)
     programs = of_keys * -(-call.queries_len // blocks["BLOCK_Q"])
     call.launch(grad_weights_kernel, programs, out=grad_weights, lens=lens, **blocks)
@@ -253,7 +246,7 @@ def _grad_tanh(
     if grad_scores.dtype != torch.float32:
         table = Table(None, None)
     elif of_keys and grads.queries is not None and call.steps.in_place:  # one after the other
-        table = new_table(call, max(call.queries_len, call.keys_len))
+        table = call.new_table(max(call.queries_len, call.keys_len))
     of = call, grad_scores, longest, table
     if of_keys:
         _pass(*of, grads.keys, True, grads.w_v)
@@ -275,8 +268,8 @@ def _pass(
     g_batch, g_row, g_other = grad_scores.stride()
     if rows_are_keys:
         rows, others, g_row, g_other = others, rows, g_other, g_row
-    table = table or new_table(call, others.shape[1])
-    make_table(call, others, table)
+    table = table or call.new_table(others.shape[1])
+    call.make_table(others, table)
     rows_len, others_len, w_parts = rows.shape[1], others.shape[1], None
     if grad_scores.dtype == torch.float32:
         kernel, blocks = (

@@ -35,6 +35,13 @@ _STRIDES = {
 }  # fmt: skip
 
 
+class Table(NamedTuple):
+    """Of projected rows exp(2 x), tanh(x) after them, and max|x| per row; or neither."""
+
+    entries: Tensor | None
+    largest: Tensor | None
+
+
 class KernelCall:
     """What the kernels of one call have in common; its arguments are those of the operators.
 
@@ -193,6 +200,35 @@ class KernelCall:
             return self.keys
         return self.steps.make(_with_features, self.keys, self.features, self.w_f)
 
+    def lengths(self) -> Tensor | None:
+        """Lengths up to the last key that is seen."""
+        if self.mask is None:
+            return self.lens
+        per_query = self.mask.shape[1] > 1 or (self.lens is not None and self.lens.dim() == 2)
+        rows = self.queries_len if per_query else 1
+        last = self.steps.new(self.batch, rows, dtype=torch.int32)
+        sizes = {"rows": rows, "BLOCK_K": 1024, "num_warps": 4}
+        self.launch(lengths_kernel, self.batch * rows, out=last, **sizes)
+        return last
+
+    def new_table(self, most: int) -> Table:
+        """Where the table of up to so many rows goes."""
+        if self.args["ACTIVATION"]:
+            return Table(None, None)
+        entries = self.steps.new(2, self.batch, most, self.hidden)
+        return Table(entries, self.steps.new(self.batch, most))
+
+    def make_table(self, x: Tensor, table: Table) -> None:
+        """Exponentials of projected rows, for tanh."""
+        if table.entries is None:
+            return
+        batch, length, hidden = x.shape
+        blocks = plans.tables(usual(hidden))
+        self.launch(
+            tables_kernel, batch * -(-length // blocks["BLOCK_R"]),
+            x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, **blocks,
+        )  # fmt: skip
+
 
 def usual(size: Any) -> int:
     """A size; of compiled code, whose sizes change, the first one: for what is right for all."""
@@ -204,13 +240,6 @@ def usual(size: Any) -> int:
 
 def _with_features(keys: Tensor, features: Tensor, w_f: Tensor) -> Tensor:
     return torch.addmm(keys.flatten(0, 1), features.flatten(0, 1), w_f.t()).view(keys.shape)
-
-
-class Table(NamedTuple):
-    """Of projected rows exp(2 x), tanh(x) after them, and max|x| per row; or neither."""
-
-    entries: Tensor | None
-    largest: Tensor | None
 
 
 @functools.cache
@@ -226,38 +255,6 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     if x is None:
         return 0, 0
     return x.stride(0), x.stride(1) if x.dim() > 1 and x.shape[1] > 1 else 0
-
-
-def lengths(call: KernelCall) -> Tensor | None:
-    """Lengths up to the last key that is seen."""
-    lens, mask = call.lens, call.mask
-    if mask is None:
-        return lens
-    per_query = mask.shape[1] > 1 or (lens is not None and lens.dim() == 2)
-    rows = call.queries_len if per_query else 1
-    last = call.steps.new(call.batch, rows, dtype=torch.int32)
-    call.launch(lengths_kernel, call.batch * rows, out=last, rows=rows, BLOCK_K=1024, num_warps=4)
-    return last
-
-
-def new_table(call: KernelCall, most: int) -> Table:
-    """Where the table of up to so many rows goes."""
-    if call.args["ACTIVATION"]:
-        return Table(None, None)
-    entries = call.steps.new(2, call.batch, most, call.hidden)
-    return Table(entries, call.steps.new(call.batch, most))
-
-
-def make_table(call: KernelCall, x: Tensor, table: Table) -> None:
-    """Exponentials of projected rows, for tanh."""
-    if table.entries is None:
-        return
-    batch, length, hidden = x.shape
-    blocks = plans.tables(usual(hidden))
-    call.launch(
-        tables_kernel, batch * -(-length // blocks["BLOCK_R"]),
-        x=x, table=table.entries, largest=table.largest, second=x.numel(), T=length, **blocks,
-    )  # fmt: skip
 
 
 @functools.cache

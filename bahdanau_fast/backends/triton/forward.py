@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bahdanau_fast import switches
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
-from bahdanau_fast.backends.triton.call import KernelCall, lengths, make_table, new_table, usual
+from bahdanau_fast.backends.triton.call import KernelCall, usual
 from bahdanau_fast.backends.triton.launch import PlanCache, Steps
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.decode import combine_kernel, decode_kernel
@@ -85,7 +85,7 @@ def attend_scores(steps: Steps, *args: Any) -> Tensor:
         return steps.new(call.batch, call.queries_len, call.keys_len)
     # Splits that cancel would leave their roundings.
     scratch = _Scratch(call, call.queries_len, split=False)
-    _scores(call, scratch, lengths(call))
+    _scores(call, scratch, call.lengths())
     return scratch.scores
 
 
@@ -165,7 +165,7 @@ class _Scratch:
                 "w_scale": new(2),
             }
         else:
-            self.table = new_table(call, most)
+            self.table = call.new_table(most)
         # Apart from the weights: programs of other features read them while the first writes those.
         self.scores = new(call.batch, most * self.splits, call.keys_len)
 
@@ -175,7 +175,7 @@ def _some(call: KernelCall, scratch: _Scratch) -> Tensor:
 
     Where all keys are seen a library multiplies, in 16 bits: values behind a mask may be NaN.
     """
-    steps, weights, lens = call.steps, call.args["weights"], lengths(call)
+    steps, weights, lens = call.steps, call.args["weights"], call.lengths()
     context, dropped, features = None, None, 0
     if call.precise or lens is not None:
         context, features = _new_context(call), call.value_size
@@ -201,7 +201,7 @@ def _scores(call: KernelCall, scratch: _Scratch, lens: Tensor | None) -> None:
         _by_rational_terms(call, scratch, lens)
         return
     queries, table = call.queries, scratch.table
-    make_table(call, queries, table)
+    call.make_table(queries, table)
     blocks = plans.scores(
         usual(call.batch), usual(call.queries_len), usual(call.keys_len), usual(call.hidden),
         call.size, call.gpu,
