@@ -81,12 +81,8 @@ def _replayed(problems: Sequence[Prepared], run: Any) -> list[tuple[int, Any]]:
     return [(1, results)]
 
 
-WAYS: dict[str, Way] = {
-    "": once,
-    "again": _again,
-    "two streams": _on_two_streams,
-    "replayed": _replayed,
-}
+WAYS: dict[str, Way] = {"": once, "again": _again}
+WAYS |= {"two streams": _on_two_streams, "replayed": _replayed}
 
 
 # ---- families ----
@@ -130,6 +126,10 @@ def _absent(
     return None if by in explained else explained
 
 
+def _family(backend: str, *experiments: Experiment) -> Family:
+    return Family(backend, experiments)
+
+
 def _calls(
     cases: Sequence[Case], dtypes: Sequence[torch.dtype], ways: Sequence[str] = ("",)
 ) -> tuple[Experiment, ...]:
@@ -167,38 +167,30 @@ _CELLS = AttentionGRU, AttentionLSTM
 
 #: By the names of :data:`switches.SWITCHES`, in their order.
 FAMILIES = {
-    "cuda": Family(
+    "cuda": _family(
         "cuda",
-        (
-            *_calls((_STEP, _SPLIT, _FEW, _ODD, _LARGE, _WIDE), ALL),
-            *_calls((_STEP, _SPLIT), (BF16,), _GRAPHED),
-            *(_experiment(decoder(cls), BF16, by=_LOOP) for cls in _CELLS),
-        ),
+        *_calls((_STEP, _SPLIT, _FEW, _ODD, _LARGE, _WIDE), ALL),
+        *_calls((_STEP, _SPLIT), (BF16,), _GRAPHED),
+        *(_experiment(decoder(cls), BF16, by=_LOOP) for cls in _CELLS),
     ),
-    "clusters": Family(
-        "cuda", (*_calls(_TOGETHER, ALL), *_calls(_TOGETHER[:1], (BF16,), _GRAPHED))
-    ),
-    "one-launch": Family(
+    "clusters": _family("cuda", *_calls(_TOGETHER, ALL), *_calls(_TOGETHER[:1], (BF16,), _GRAPHED)),
+    "one-launch": _family(
         "cuda",
-        (
-            *(_experiment(decoder(cls), d, by=_ONE) for cls in _CELLS for d in HALF),
-            *(_experiment(decoder(AttentionGRU), BF16, way, _ONE) for way in _GRAPHED),
-            *(_greedy(cls, dtype) for cls in _CELLS for dtype in HALF),
-        ),
+        *(_experiment(decoder(cls), d, by=_ONE) for cls in _CELLS for d in HALF),
+        *(_experiment(decoder(AttentionGRU), BF16, way, _ONE) for way in _GRAPHED),
+        *(_greedy(cls, dtype) for cls in _CELLS for dtype in HALF),
     ),
-    "triton": Family(
+    "triton": _family(
         "triton",
-        (
-            *_calls((_SPLIT, _MANY), ALL),
-            *_calls((_STEP, _FEW, _RELU), (BF16,)),
-            *_calls((_STEP, _MANY), (BF16,), _GRAPHED),
-            _experiment(decoder(AttentionGRU), BF16, by=_LOOP),
-        ),
+        *_calls((_SPLIT, _MANY), ALL),
+        *_calls((_STEP, _FEW, _RELU), (BF16,)),
+        *_calls((_STEP, _MANY), (BF16,), _GRAPHED),
+        _experiment(decoder(AttentionGRU), BF16, by=_LOOP),
     ),
-    "terms": Family("triton", (*_calls((_MANY,), HALF), *_calls((_MANY,), (BF16,), _GRAPHED))),
-    "waves": Family("triton", (*_calls((_LONG,), HALF), *_calls((_LONG,), (BF16,), _GRAPHED))),
-    "kept-launches": Family(
-        "triton", (*_calls((_SPLIT, _MANY), ALL, ("again",)), *_calls((_SPLIT,), (BF16,), _GRAPHED))
+    "terms": _family("triton", *_calls((_MANY,), HALF), *_calls((_MANY,), (BF16,), _GRAPHED)),
+    "waves": _family("triton", *_calls((_LONG,), HALF), *_calls((_LONG,), (BF16,), _GRAPHED)),
+    "kept-launches": _family(
+        "triton", *_calls((_SPLIT, _MANY), ALL, ("again",)), *_calls((_SPLIT,), (BF16,), _GRAPHED)
     ),
 }
 
