@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bahdanau_fast as bf
-from bahdanau_fast import parity
-from bahdanau_fast.seq2seq import (
-    EncoderDecoder,
-    Seq2SeqAttentionDecoder,
-    Seq2SeqDecoder,
-    Seq2SeqEncoder,
-    greedy,
-    masked_cross_entropy,
-)
+from bahdanau_fast import parity, seq2seq
 from bahdanau_fast.seq2seq.data.pairs import BOS, UNK
 
 from .contestants import CourseAttention
@@ -48,7 +40,7 @@ class Setting:
     bf16: bool = False
 
 
-class _CourseDecoder(Seq2SeqAttentionDecoder):
+class _CourseDecoder(seq2seq.Seq2SeqAttentionDecoder):
     """The course's loop: asks its attention, which projects the keys, at each step."""
 
     def __init__(self, attention: Callable[..., nn.Module], *sizes: int) -> None:
@@ -84,8 +76,8 @@ DECODERS: dict[str, Callable[..., nn.Module]] = {
     DROP_IN: partial(_CourseDecoder, bf.AdditiveAttention),
     FUSE: partial(_CourseDecoder, CourseAttention),
     # What AttentionGRU does, all steps in one operator, and with greedy decoding in another.
-    OURS: Seq2SeqAttentionDecoder,
-    NONE: Seq2SeqDecoder,
+    OURS: seq2seq.Seq2SeqAttentionDecoder,
+    NONE: seq2seq.Seq2SeqDecoder,
 }
 
 
@@ -96,9 +88,9 @@ class Work:
         self, name: str, setting: Setting, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         self.setting, self.device = setting, torch.device(device)
-        make, self._search = DECODERS[name], greedy if name == OURS else _course_greedy
+        make, self._search = DECODERS[name], seq2seq.greedy if name == OURS else _course_greedy
         sizes = (setting.vocab, setting.embed, setting.hidden, setting.layers)
-        self.model: Any = EncoderDecoder(Seq2SeqEncoder(*sizes), make(*sizes))
+        self.model: Any = seq2seq.EncoderDecoder(seq2seq.Seq2SeqEncoder(*sizes), make(*sizes))
         self.report = bf.fuse(self.model.decoder) if name == FUSE else None
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -129,7 +121,7 @@ class Work:
         """Of all parameters, and the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         logits = self.forward(self.target)
-        loss = masked_cross_entropy(logits, self.target, self.target_lens).sum()
+        loss = seq2seq.masked_cross_entropy(logits, self.target, self.target_lens).sum()
         loss.backward()
         return {"loss": loss.detach(), **{n: p.grad for n, p in self.model.named_parameters()}}
 

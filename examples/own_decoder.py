@@ -82,10 +82,8 @@ def search(model, source, lens, width):
         log_probs[over] = torch.tensor([0.0] + [-torch.inf] * (VOCAB - 1))
         total, best = (total[..., None] + log_probs).flatten(1).topk(width)
         beams, letters = best // VOCAB, best % VOCAB
-        state, history = (
-            state[rows, beams],
-            torch.cat((history[rows, beams], letters[..., None]), 2),
-        )
+        state = state[rows, beams]
+        history = torch.cat((history[rows, beams], letters[..., None]), 2)
     return history[:, 0, 1:], total[:, 0]
 
 

@@ -81,13 +81,9 @@ def _class_of(original: Any) -> Any:
             if record.done and not record.calls:
                 put_back(self)
 
-    body = {
-        "forward": forward,
-        "_original": original,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(original, name) for name in names}
+    body |= {"forward": forward, "_original": original}
     _classes[original] = type(original)(original.__name__, (_InFront, original), body)
     return _classes[original]
 

@@ -274,12 +274,10 @@ LIBRARIES: tuple[Provider, ...] = (
 # --- the registry -------------------------------------------------------------------------------
 
 _D2L = _module(_course)
+_D2L |= {"step": _D2L["full"], **function(lambda: _course_projected, "projected")}
+_OP = {"projected": _op_projected, "scan": partial(_op_projected, ready=True)}
 PROVIDERS: tuple[Provider, ...] = (
-    Provider(
-        "d2l eager",
-        "eager",
-        {**_D2L, "step": _D2L["full"], **function(lambda: _course_projected, "projected")},
-    ),
+    Provider("d2l eager", "eager", _D2L),
     Provider("rewrite eager", "eager", function(lambda: rewrite, *TASKS)),
     Provider("compiled", "compiled", function(lambda: compiled(rewrite), *TASKS)),
     Provider(
@@ -290,15 +288,7 @@ PROVIDERS: tuple[Provider, ...] = (
     ),
     Provider("ours module", "ours", _module(_ours)),
     Provider("ours memory", "ours", {"step": _on_memory}),
-    Provider(
-        "ours op",
-        "ours",
-        {
-            **function(lambda: _additive, "full"),
-            "projected": _op_projected,
-            "scan": partial(_op_projected, ready=True),
-        },
-    ),
+    Provider("ours op", "ours", function(lambda: _additive, "full") | _OP),
     # On a GPU.
     Provider("expert", "expert", function(_expert, "projected", "step"), on_demand=True),
     Provider("compiled, tuned", "compiled", function(_tuned, *TASKS), on_demand=True),

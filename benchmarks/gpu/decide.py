@@ -59,8 +59,8 @@ def _calls(what: str, *sizes: Sizes, **more: Any) -> list[Call]:
     return [Call(what, of, **more) for of in sizes]
 
 
-def _values(backend: str, name: str, calls: list[Call], *values: int) -> Sweep:
-    return Sweep(name, calls, {str(value): Way(backend, {name: value}) for value in values})
+def _values(name: str, calls: list[Call], *values: int) -> Sweep:
+    return Sweep(name, calls, {str(value): Way("cuda", {name: value}) for value in values})
 
 
 def _bound(name: str, calls: list[Call], size: Callable[[Call], float], **also: int) -> Sweep:
@@ -78,24 +78,22 @@ def _queries(call: Call) -> int:
 
 SHORT, LONG, WIDE = (64, 1, 50, 512), (64, 1, 400, 512), (256, 1, 400, 512)
 FEW, ONE, POOLING = (16, 1, 400, 512), (1, 1, 1000, 512), (1, 1, 40000, 512)
-STEP, FORWARD = "step", "forward"
+FOUR, STEP, FORWARD = (64, 4, 50, 128), "step", "forward"
 
 SWEEPS = (
     # csrc/cuda
     _values(
-        *("cuda", "kMostSplits"),
+        "kMostSplits",
         _calls(FORWARD, SHORT, LONG, WIDE, FEW, ONE, POOLING, (64, 4, 50, 512)),
         *(1, 2, 4, 8, 132, 256, 512),
     ),
-    _values("cuda", "kMostScores", _calls(FORWARD, (256, 1, 8192, 32)), 1024, 2048, 4096, 8192),
+    _values("kMostScores", _calls(FORWARD, (256, 1, 8192, 32)), 1024, 2048, 4096, 8192),
     # This bounds roundings: to be faster does not settle it.
     _values(
-        *("cuda", "kMostInTurn"),
-        _calls(FORWARD, (256, 1, 4096, 128), POOLING, dtype="float32"),
-        *(64, 128, 256),
+        "kMostInTurn", _calls(FORWARD, (256, 1, 4096, 128), POOLING, dtype="float32"), 64, 128, 256
     ),
     _values(
-        *("cuda", "kRingLimit"),
+        "kRingLimit",
         [*_calls(FORWARD, (64, 1, 50, 2048), (256, 1, 400, 1024)), Call(FORWARD, LONG, "float32")],
         *(n << 10 for n in (40, 76, 112, 160)),
     ),
@@ -116,12 +114,7 @@ SWEEPS = (
     # kernels/plans.py
     _bound(
         "_PROJECT_BYTES",
-        _calls(
-            STEP,
-            *((64, 1, 50, n) for n in (64, 128, 256, 512)),
-            (64, 4, 50, 128),
-            (256, 1, 50, 512),
-        ),
+        _calls(STEP, *((64, 1, 50, n) for n in (64, 128, 256, 512)), FOUR, (256, 1, 50, 512)),
         lambda call: 2 * call.sizes[3] ** 2 * _queries(call),  # W_q in 16 bits, for each query
         _PROJECT_QUERIES=1 << 40,
     ),
