@@ -111,8 +111,7 @@ def explain(device: str | torch.device | None = None) -> str:
     lines = [f"auto takes {chosen!r} for {torch.device(device).type} tensors"]
     for name, backend in BACKENDS.items():
         problem = why_not(name)
-        available = problem is None
-        state = f"available: {backend.describe()}" if available else f"not available: {problem}"
+        state = f"not available: {problem}" if problem else f"available: {backend.serves}"
         lines.append(f"  {name:<10} {state}")
     if switches.OFF:
         lines.append(f"  off by {switches.VARIABLE}: {', '.join(sorted(switches.OFF))}")

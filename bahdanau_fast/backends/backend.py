@@ -46,6 +46,7 @@ class Backend:
     Attributes:
         name: by which it can be requested, and by which ``ops.operator`` knows its kernels.
         device: type of the tensors that it serves; None for any.
+        serves: what it serves, in words, for :func:`backends.explain`.
         fused: it has kernels; else calls take plain PyTorch operations.
         convolves: one operator computes features that depend on a location.
         remembers_keys: a module's calls may share what was computed of keys that have not changed.
@@ -54,6 +55,7 @@ class Backend:
 
     name: str
     device: str | None = "cuda"
+    serves: str
     fused = True
     convolves = False
     remembers_keys = False
@@ -61,10 +63,6 @@ class Backend:
 
     def __repr__(self) -> str:
         return self.name
-
-    def describe(self) -> str:
-        """What it serves, for :func:`backends.explain`."""
-        raise NotImplementedError
 
     def problem(self) -> str | None:
         """What keeps it from being available in this process, or None."""

@@ -27,21 +27,18 @@ MOST_POOLED, LEAST_POOLED_TO_TRAIN, ONE_OPERATOR_WORK_TO_TRAIN = 1 << 25, 1 << 1
 TABLE_ELEMENTS = 513
 
 _problem = availability.cpu_problem()
+_kernels = platform.machine()
+if _problem is None:
+    _binary = importlib.import_module("bahdanau_fast._C_cpu")
+    _kernels = f"{_binary.instruction_set()} kernels"
 
 
 class Cpu(Backend):
     """Serves all dtypes. Whether it loads is found out once, with the package."""
 
     name, device = "cpu", "cpu"
+    serves = f"fused C++ for CPU tensors, {_kernels}"
     convolves = remembers_keys = trains_on_fp32_weights = True
-
-    def describe(self) -> str:
-        """Names the instruction set."""
-        kernels = platform.machine()
-        if _problem is None:
-            binary = importlib.import_module("bahdanau_fast._C_cpu")
-            kernels = f"{binary.instruction_set()} kernels"
-        return f"fused C++ for CPU tensors, {kernels}"
 
     def problem(self) -> str | None:
         """What kept the extension from being loaded, or None."""

@@ -20,10 +20,7 @@ class Cuda(Backend):
     """Serves a decoder's steps alone (:func:`route.is_step`), in all dtypes but fp64."""
 
     name = "cuda"
-
-    def describe(self) -> str:
-        """Steps alone."""
-        return f"CUDA C++ for CUDA tensors, up to {GPU_STEP_QUERIES} queries; not float64"
+    serves = f"CUDA C++ for CUDA tensors, up to {GPU_STEP_QUERIES} queries; not float64"
 
     def problem(self) -> str | None:
         """As :func:`availability.cuda_problem`."""

@@ -13,10 +13,7 @@ class Reference(Backend):
     """Serves every call."""
 
     name, device, fused = "reference", None, False
-
-    def describe(self) -> str:
-        """Any device."""
-        return "plain PyTorch, any device"
+    serves = "plain PyTorch, any device"
 
     def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
         """Nothing."""

@@ -188,10 +188,7 @@ def test_the_reference_serves_float64_on_a_gpu(backend):
 
 def test_a_backend_is_one_object(monkeypatch):
     class Toy(Backend):
-        name, device = "toy", "cpu"
-
-        def describe(self):
-            return "the reference in disguise"
+        name, device, serves = "toy", "cpu", "the reference in disguise"
 
         def refuses(self, dtype, step):
             return "serve more than one dtype" if dtype != torch.float32 else None

@@ -14,12 +14,9 @@ class Triton(Backend):
     name = "triton"
     # Triton, too, reads the variable once.
     device = "cpu" if availability.interpreted() else "cuda"
-
-    def describe(self) -> str:
-        """Says where they run."""
-        on_cpu = self.device == "cpu"
-        where = "in its interpreter, on the CPU" if on_cpu else "for CUDA and ROCm tensors"
-        return f"Triton kernels {where}; not float64"
+    serves = "Triton kernels for CUDA and ROCm tensors; not float64"
+    if device == "cpu":
+        serves = "Triton kernels in its interpreter, on the CPU; not float64"
 
     def problem(self) -> str | None:
         """As :func:`availability.triton_problem`."""
