@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .cases import Case, cases, draw
-from .contestants import Provider, Unavailable, need_room, registry
+from .contestants import Provider, Unavailable, registry
 from .contestants.parity import Oracle, Verdict, checked_call
 from .machine import machine, rows_text, slug
 from .measure import interleave
@@ -27,6 +27,7 @@ from .tables import row_table
 from .worker import Worker, WorkerError
 
 READ, READ_BYTES = "DRAM read", 768 << 20  # of a buffer far larger than the caches
+EAGER_BYTES = 5e8  # above which eager code takes too much memory
 
 
 @dataclass
@@ -82,8 +83,9 @@ class Runner:
         self, provider: Provider, case: Case, oracle: Oracle
     ) -> tuple[Callable[[], Any], Verdict]:
         """A call and its verdict; in a process of its own, a wrong one leaves itself out alone."""
-        if provider.group == "eager" or (provider.group == "compiled" and case.mode == "train"):
-            need_room(case.shape)
+        eager = provider.group == "eager" or (provider.group, case.mode) == ("compiled", "train")
+        if eager and (size := 4 * case.shape.features) > EAGER_BYTES:
+            raise Unavailable(f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB")
         if provider.process is None:
             return oracle.checked(provider)
         if provider.name not in self._workers:

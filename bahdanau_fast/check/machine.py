@@ -21,23 +21,19 @@ __all__ = ["gpu", "may_have_gpu", "versions"]
 
 def versions() -> dict[str, str]:
     """Of this package and of what it runs on; asks for no GPU."""
+    # How OpenMP threads wait for one another, and what helps when that takes long.
+    waiting, policy = f"slow when other programs use the cores? {HELPS} helps", "OMP_WAIT_POLICY"
+    if policy in os.environ:
+        waiting = f"{policy}={os.environ[policy]}"
     return {
         "bahdanau_fast": f"{bahdanau_fast.__version__} ({Path(bahdanau_fast.__file__).parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
         "torch": torch.__version__,
         "machine": platform.platform(),
-        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores; {_waiting()}",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores; {waiting}",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.version.cuda or "not in this torch",
     }
-
-
-def _waiting() -> str:
-    """How OpenMP threads wait for one another, and what helps when that takes long."""
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    if policy is not None:
-        return f"OMP_WAIT_POLICY={policy}"
-    return f"slow when other programs use the cores? {HELPS} helps"
 
 
 def may_have_gpu() -> bool:

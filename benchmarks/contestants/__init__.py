@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cases import DECODE_STEPS, Inputs, Shape
+from ..cases import DECODE_STEPS, Inputs
 
 TASKS = ("full", "step", "projected", "scan", "loop")
 Group = Literal["eager", "compiled", "ours", "peer", "expert"]
@@ -35,8 +35,6 @@ Step = Callable[[Tensor], Outputs]
 # Of queries, keys, values, w_v, lengths or None, and the weights of what is not yet projected,
 # w_q and w_k or None.
 Attention = Callable[..., Outputs]
-
-EAGER_LIMIT = 5e8
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,6 @@ class Provider:
 
 class Unavailable(Exception):
     """A provider cannot serve a row here; the message says why."""
-
-
-def need_room(shape: Shape) -> None:
-    """Raise Unavailable where eager code takes too much memory for a shape."""
-    size = 4 * shape.features
-    if size > EAGER_LIMIT:
-        raise Unavailable(f"(B,Tq,Tk,H) is {size / 1e9:.1f} GB")
 
 
 def decode(step: Step, queries: Tensor) -> Outputs:

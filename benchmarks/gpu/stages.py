@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -66,10 +66,9 @@ def inputs_of(case: GpuCase, device: torch.device) -> Inputs:
         floats = x is not None and x.is_floating_point()
         return x if x is None else x.to(device, dtype if floats else None, copy=True)
 
-    found = {field.name: moved(getattr(drawn, field.name)) for field in fields(drawn)}
-    inputs = replace(
-        drawn, **found | ({"values": found["keys"]} if drawn.values is drawn.keys else {})
-    )
+    found = {name: moved(x) for name, x in vars(drawn).items()}
+    found |= {"values": found["keys"]} if drawn.values is drawn.keys else {}
+    inputs = Inputs(**found)
     inputs.require_grad(case.train)
     return inputs
 
