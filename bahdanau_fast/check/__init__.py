@@ -162,9 +162,5 @@ def _is_bad(row: Row) -> bool:
 
 def _wrong(tried: Sequence[Row]) -> list[str]:
     """The families to switch off: one that is wrong, or the backend if that is, with all of it."""
-    bad = [row["family"] for row in tried if _is_bad(row) and row.get("ended") != OVER]
-    return [
-        n
-        for n in FAMILIES
-        if n in bad and (n == FAMILIES[n].backend or FAMILIES[n].backend not in bad)
-    ]
+    bad = {row["family"] for row in tried if _is_bad(row) and row.get("ended") != OVER}
+    return [n for n in FAMILIES if n in bad and FAMILIES[n].backend not in bad - {n}]

@@ -76,10 +76,8 @@ def of_report(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Row]]:
         checked = [r for r in results if "worst" in r and r not in timed]
         kinds = _grouped(checked, lambda r: _kind(r["row"], r["stage"]))
         rate = next((r[COPY] for r in results if COPY in r), 0.0)
-        rows = [
-            *(_timed(r, rate) for r in timed),
-            *(_checked(name, of) for name, of in kinds.items()),
-        ]
+        rows = [_timed(r, rate) for r in timed]
+        rows += [_checked(name, of) for name, of in kinds.items()]
         of_file, where = found.setdefault(_file(machine), {}), _where(machine, results)
         of_file.update((row["row"], row | {"where": where}) for row in rows)
     return found

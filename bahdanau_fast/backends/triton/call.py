@@ -176,11 +176,8 @@ class KernelCall:
 
         With ``but_queries`` those are left to the kernel.
         """
-        of_keys, of_queries = (
-            ("keys", keys, self.w_k, self.bias),
-            ("queries", queries, self.w_q, None),
-        )
-        for name, saved, weight, bias in (of_keys,) if but_queries else (of_keys, of_queries):
+        inputs = ("keys", keys, self.w_k, self.bias), ("queries", queries, self.w_q, None)
+        for name, saved, weight, bias in inputs[: 1 if but_queries else 2]:
             rows = getattr(self, name)
             if weight is None:
                 continue

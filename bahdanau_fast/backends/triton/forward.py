@@ -92,9 +92,8 @@ def attend_scores(steps: Steps, *args: Any) -> Tensor:
 def _step(call: KernelCall) -> Tensor:
     """One launch and, where keys are split, one to combine."""
     context = _new_context(call)
-    batch, queries_len, value_size, new = (
-        call.batch, call.queries_len, call.value_size, call.steps.new,
-    )  # fmt: skip
+    batch, queries_len, value_size = call.batch, call.queries_len, call.value_size
+    new = call.steps.new
     channels = 0 if call.w_f is None else call.w_f.shape[1]
     plan = plans.decode(
         usual(batch), queries_len, usual(call.keys_len), call.hidden, value_size, call.size,
