@@ -47,6 +47,7 @@ class Backend:
         name: by which it can be requested, and by which ``ops.operator`` knows its kernels.
         device: type of the tensors that it serves; None for any.
         serves: what it serves, in words, for :func:`backends.explain`.
+        takes_fp64: its kernels serve float64, too.
         fused: it has kernels; else calls take plain PyTorch operations.
         convolves: one operator computes features that depend on a location.
         remembers_keys: a module's calls may share what was computed of keys that have not changed.
@@ -56,6 +57,7 @@ class Backend:
     name: str
     device: str | None = "cuda"
     serves: str
+    takes_fp64 = False
     fused = True
     convolves = False
     remembers_keys = False
@@ -70,7 +72,7 @@ class Backend:
 
     def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
         """What it would have to do for such a call, or None; ``step``: :func:`route.is_step`."""
-        return f"serve {dtype} tensors" if dtype == torch.float64 else None
+        return None if self.takes_fp64 or dtype != torch.float64 else f"serve {dtype} tensors"
 
     def form(self, facts: Facts) -> tuple[str, str]:
         """The form of a call that :func:`route.route` leaves to it, and why."""

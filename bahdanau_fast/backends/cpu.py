@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import platform
 
-import torch
-
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.backend import Backend, Facts
 from bahdanau_fast.backends.route import TABLE_QUERIES
@@ -38,15 +36,11 @@ class Cpu(Backend):
 
     name, device = "cpu", "cpu"
     serves = f"fused C++ for CPU tensors, {_kernels}"
-    convolves = remembers_keys = trains_on_fp32_weights = True
+    takes_fp64 = convolves = remembers_keys = trains_on_fp32_weights = True
 
     def problem(self) -> str | None:
         """What kept the extension from being loaded, or None."""
         return _problem
-
-    def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
-        """Nothing."""
-        return None
 
     def form(self, facts: Facts) -> tuple[str, str]:
         """By the sizes: what is small is one operator, and what is large goes through oneDNN."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from bahdanau_fast.backends.backend import Backend, Facts
 
 __all__ = ["REFERENCE"]
@@ -13,11 +11,7 @@ class Reference(Backend):
     """Serves every call."""
 
     name, device, fused = "reference", None, False
-    serves = "plain PyTorch, any device"
-
-    def refuses(self, dtype: torch.dtype, step: bool) -> str | None:
-        """Nothing."""
-        return None
+    serves, takes_fp64 = "plain PyTorch, any device", True
 
     def form(self, facts: Facts) -> tuple[str, str]:
         """Its own, and why."""
