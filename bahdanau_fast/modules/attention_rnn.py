@@ -17,12 +17,12 @@ from bahdanau_fast.memory import Memory
 from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.base import KeepsWeights
 from bahdanau_fast.modules.decoder_loop import (
-    Sequence,
+    DecoderOutputs,
     attend_with_hooks,
-    decode_after,
-    decode_given,
+    attention_last_has_operator,
+    decode_attention_last,
+    decode_inputs,
     explain,
-    takes_operator_after,
 )
 from bahdanau_fast.modules.location import LocationAttention
 from bahdanau_fast.modules.location_steps import LocationSteps
@@ -117,7 +117,7 @@ class _AttentionRNN(KeepsWeights):
                 beside a memory, a context that no step takes, or sizes that do not fit.
         """
         source = keys, values, valid_lens, mask, memory
-        runs, state, memory = self._prepared(inputs, hidden, *source, context)
+        runs, state, memory = self._prepare(inputs, hidden, source, context)
         if isinstance(inputs, PackedSequence):
             packed, weights, state = self._decode_packed(inputs, runs, state, memory)
             outputs: Any = packed
@@ -125,7 +125,7 @@ class _AttentionRNN(KeepsWeights):
             outputs, weights, state = self._decode(runs[0], state, memory)
             outputs = outputs.transpose(0, 1) if self.batch_first else outputs
         self.attention_weights = weights.transpose(0, 1)
-        return outputs, state[0] if self._feeds else state
+        return outputs, state[0] if self._feeds_context else state
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -152,78 +152,74 @@ class _AttentionRNN(KeepsWeights):
         'cpu: one operator: its C++ takes all steps'
         """
         source = keys, values, valid_lens, mask, memory
-        runs, _, memory = self._prepared(inputs, hidden, *source, context)
+        runs, _, memory = self._prepare(inputs, hidden, source, context)
         if not self.attention_first and not self.input_feeding:
             return "all steps of the layer, then one call of the attention"
-        said = (self._explained(steps, memory[: steps.shape[1]]) for steps in runs)
-        return "; ".join(dict.fromkeys(said))
+        reasons = (self._explain_steps(steps, memory[: steps.shape[1]]) for steps in runs)
+        return "; ".join(dict.fromkeys(reasons))
 
-    def _explained(self, steps: Tensor, memory: Memory) -> str:
+    def _explain_steps(self, steps: Tensor, memory: Memory) -> str:
         layers = self.attention, self.rnn
-        if not self._feeds:
+        if not self._feeds_context:
             return explain(*layers, steps, memory)
-        if not takes_operator_after(*layers, steps, memory):
+        if not attention_last_has_operator(*layers, steps, memory):
             return "step by step: one step, dropped weights, or layers that no operator takes"
         return f"the first step alone, then {explain(*layers, steps[1:], memory)}"
 
     @property
-    def _feeds(self) -> bool:
-        """Whether the context of a step goes into the next one; it is a part of the state then."""
+    def _feeds_context(self) -> bool:
+        """Whether attention comes last and the state has its context, an input of the next step."""
         return self.input_feeding and not self.attention_first
 
-    def _decode(self, steps: Tensor, state: Any, memory: Memory) -> Sequence:
+    def _decode(self, steps: Tensor, state: Any, memory: Memory) -> DecoderOutputs:
         rnn, attention = self.rnn, cast(Any, self.attention)
         if isinstance(attention, LocationAttention):
             attention = LocationSteps(attention)
         if self.attention_first:
-            return decode_given(attention, rnn, steps, state, memory)
+            return decode_inputs(attention, rnn, steps, state, memory)
         if memory.maker is None:
             memory = attention._shared(memory)
-        if self._feeds:
-            return decode_after(attention, rnn, steps, state, memory)
+        if self._feeds_context:
+            return decode_attention_last(attention, rnn, steps, state, memory)
         features, state = rnn(steps, state)
         contexts, weights = attend_with_hooks(attention, features.transpose(0, 1), memory)
         features = torch.cat((features, contexts.transpose(0, 1)), -1)
-        return Sequence(features, weights.transpose(0, 1), state)
+        return DecoderOutputs(features, weights.transpose(0, 1), state)
 
     def _decode_packed(
         self, inputs: PackedSequence, runs: list[Tensor], state: Any, memory: Memory
     ) -> tuple[PackedSequence, Tensor, Any]:
-        """Run by run, of fewer and fewer rows; the states of sequences that have ended wait."""
-        features, weights, ended = [], [], []
-        rows = runs[0].shape[1]
+        """Run by run: sequences end, the shortest first, and their last states are put aside."""
+        features, weights, last_states = [], [], []
+        batch = runs[0].shape[1]
         for steps in runs:
-            count = steps.shape[1]
-            if count < memory.values.shape[0]:
-                ended.append(_rows(state, slice(count, None)))
-                state, memory = _rows(state, slice(count)), memory[:count]
+            running = steps.shape[1]
+            if running < memory.values.shape[0]:
+                last_states.append(_select_sequences(state, slice(running, None)))
+                state, memory = _select_sequences(state, slice(running)), memory[:running]
             decoded = self._decode(steps, state, memory)
             state = decoded.hidden
             features.append(decoded.features.flatten(0, 1))
-            weights.append(F.pad(decoded.weights, (0, 0, 0, rows - count)))
+            weights.append(F.pad(decoded.weights, (0, 0, 0, batch - running)))
         all_weights, order = torch.cat(weights), inputs.unsorted_indices
-        state = _together(state, *reversed(ended))
+        state = _concat_sequences(state, *reversed(last_states))
         if order is not None:
-            all_weights, state = all_weights[:, order], _rows(state, order)
+            all_weights, state = all_weights[:, order], _select_sequences(state, order)
         return PackedSequence(torch.cat(features), *inputs[1:]), all_weights, state
 
-    def _prepared(
+    def _prepare(
         self,
         inputs: Tensor | PackedSequence,
         hidden: Any,
-        keys: Tensor | None,
-        values: Tensor | None,
-        valid_lens: Tensor | None,
-        mask: Tensor | None,
-        memory: Memory | None,
-        context: Tensor | None = None,
+        source: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Memory | None],
+        context: Tensor | None,
     ) -> tuple[list[Tensor], Any, Memory]:
-        """Runs of inputs (T,B,E) with as many rows, state and memory of a call."""
-        memory, order = self._memory(keys, values, valid_lens, mask, memory), None
+        """Runs of inputs (T,B,E), the state and the memory of a call, all checked."""
+        memory, order = self._memory(*source), None
         if isinstance(inputs, PackedSequence):
             if isinstance(self.attention, LocationAttention):
                 checks.reject(TypeError, "inputs", "be padded with a location", "a packed sequence")
-            runs, order = _runs(inputs), inputs.sorted_indices
+            runs, order = _runs_of_equal_batch(inputs), inputs.sorted_indices
             checks.rows("inputs", runs[0])
         else:
             checks.rows("inputs", inputs)
@@ -237,20 +233,20 @@ class _AttentionRNN(KeepsWeights):
             checks.reject(TypeError, "hidden", need, type(hidden).__name__)
         elif isinstance(hidden, tuple) and len(hidden) != 2:
             checks.reject(TypeError, "hidden", "be a pair of tensors", f"{len(hidden)} of them")
-        self._check(steps, hidden, *memory.values.shape)
+        self._check(steps, hidden, memory.values.shape)
         state = self._with_context(hidden, context, steps, memory)
         if order is not None:
-            state, memory = _rows(state, order), memory[order]
+            state, memory = _select_sequences(state, order), memory[order]
         return runs, state, memory
 
     def _with_context(
         self, hidden: Any, context: Tensor | None, steps: Tensor, memory: Memory
     ) -> Any:
-        """The hidden state; where contexts are fed, and the first context (1,B,Dv)."""
+        """The state: the hidden one; where contexts are fed a pair, with the first (1,B,Dv)."""
         batch, _, size = memory.values.shape
         if context is None:
-            return (hidden, steps.new_zeros((1, batch, size))) if self._feeds else hidden
-        if not self._feeds:
+            return (hidden, steps.new_zeros((1, batch, size))) if self._feeds_context else hidden
+        if not self._feeds_context:
             need = "be None where no step takes the context of the one before"
             checks.reject(TypeError, "context", need, "a context")
         checks.weight("context", context, (batch, size), steps, "inputs")
@@ -288,9 +284,9 @@ class _AttentionRNN(KeepsWeights):
             lens = lens.squeeze(1)
         return replace(memory, valid_lens=lens, mask=mask)
 
-    def _check(self, steps: Tensor, hidden: object, batch: int, _: int, value_size: int) -> None:
-        """Inputs (T,B,E) and the hidden state for values (B,Tk,Dv)."""
-        rnn = self.rnn
+    def _check(self, steps: Tensor, hidden: object, values_shape: torch.Size) -> None:
+        """Inputs (T,B,E) and the hidden state must fit the layer and values (B,Tk,Dv)."""
+        rnn, (batch, _, value_size) = self.rnn, values_shape
         if steps.shape[0] == 0:  # len takes a microsecond
             checks.reject(ValueError, "inputs", "have at least one step", tuple(steps.shape))
         if self.input_feeding and self.value_size not in (None, value_size):
@@ -308,22 +304,24 @@ class _AttentionRNN(KeepsWeights):
             checks.same_kind("hidden", part, "inputs", steps)
 
 
-def _runs(inputs: PackedSequence) -> list[Tensor]:
-    """Steps (T,B,E) of a packed sequence that have as many rows."""
-    sizes = [(len([*steps]), rows) for rows, steps in groupby(inputs.batch_sizes.tolist())]
-    parts = inputs.data.split([count * rows for count, rows in sizes])
-    return [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
+def _runs_of_equal_batch(inputs: PackedSequence) -> list[Tensor]:
+    """A packed sequence as inputs (T,B,E), one for each run of steps with the same batch size B."""
+    sizes = [(len([*steps]), batch) for batch, steps in groupby(inputs.batch_sizes.tolist())]
+    runs = inputs.data.split([steps * batch for steps, batch in sizes])
+    return [run.unflatten(0, size) for run, size in zip(runs, sizes, strict=True)]
 
 
-def _rows(state: Any, rows: slice | Tensor) -> Any:
-    """Some rows of a state (L,B,H), or of the states in a tuple."""
-    return tuple(_rows(x, rows) for x in state) if isinstance(state, tuple) else state[:, rows]
+def _select_sequences(state: Any, which: slice | Tensor) -> Any:
+    """Some sequences of the batch of a state (L,B,H), or of the states in a tuple."""
+    if isinstance(state, tuple):
+        return tuple(_select_sequences(part, which) for part in state)
+    return state[:, which]
 
 
-def _together(*states: Any) -> Any:
-    """The rows of several states."""
+def _concat_sequences(*states: Any) -> Any:
+    """The sequences of several states, as one batch."""
     if isinstance(states[0], tuple):
-        return tuple(_together(*parts) for parts in zip(*states, strict=True))
+        return tuple(_concat_sequences(*parts) for parts in zip(*states, strict=True))
     return torch.cat(states, 1)
 
 

@@ -1,4 +1,9 @@
-"""The steps of an attention decoder: one by one, or all in one operator."""
+"""The steps of an attention decoder: one by one, or all in one operator.
+
+Its inputs are a sequence (:func:`decode_inputs`), or tokens that it chooses
+(:func:`decode_greedily`). The attention comes first in a step, with the state before it as the
+query, or last, with the state after it (:func:`decode_attention_last`).
+"""
 
 from __future__ import annotations
 
@@ -20,30 +25,34 @@ from bahdanau_fast.ops.decode import SpecialTokens
 from bahdanau_fast.ops.dropout import dropout_seed
 
 __all__ = [
-    "Sequence",
+    "DecoderOutputs",
     "SpecialTokens",
     "attend_step",
     "attend_with_hooks",
-    "decode_after",
-    "decode_given",
+    "attention_last_has_operator",
+    "decode_attention_last",
     "decode_greedily",
+    "decode_inputs",
     "explain",
-    "takes_operator_after",
 ]
 
+RNN = nn.GRU | nn.LSTM
+# From inputs (B,E), a state and the memory: features (B,H), weights (B,1,Tk) and the new state.
+Step = Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]]
 _NO_CELLS = backends.Cells()
 
 
-class Sequence(NamedTuple):
-    """The results of a decoder."""
+class DecoderOutputs(NamedTuple):
+    """What a decoder computes in all its steps."""
 
-    features: Tensor  # (T,B,H), the states of the top layer
+    # (T,B,H), the states of the top layer; (T,B,H+Dv) with the contexts where attention comes last.
+    features: Tensor
     weights: Tensor  # (T,B,Tk)
     hidden: Any  # (L,B,H), the last states; of an LSTM a pair: states, cells
 
 
 def attend_step(
-    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, hidden: Any, memory: Memory
+    attention: Any, rnn: RNN, inputs: Tensor, hidden: Any, memory: Memory
 ) -> tuple[Tensor, Tensor, Any]:
     """One step: the top layer's state is the query; the context is concatenated with the input."""
     # K sequences of a source are next to each other: inputs (B*K,E) and hidden (L,B*K,H) give
@@ -57,11 +66,11 @@ def attend_step(
     return features.squeeze(0), weights, hidden
 
 
-def attend_after_step(
-    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, state: Any, memory: Memory
+def step_attention_last(
+    attention: Any, rnn: RNN, inputs: Tensor, state: Any, memory: Memory
 ) -> tuple[Tensor, Tensor, Any]:
-    """One step whose new state is the query: features and context (B,H+Dv), weights, state."""
-    # The state is a pair: that of the cell, and the context (1,B,Dv) that goes into the next step.
+    """One step, attention last: features and context (B,H+Dv), weights (B,1,Tk), new state."""
+    # A state is a pair: that of the RNN, and the context (1,B,Dv), an input of the next step.
     hidden, context = state
     below = torch.cat((context, inputs.unsqueeze(0)), dim=-1)
     features, hidden = rnn(below, hidden)
@@ -70,74 +79,70 @@ def attend_after_step(
     return torch.cat((features, context), dim=-1).squeeze(0), weights, (hidden, context)
 
 
-def decode_after(
-    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, state: Any, memory: Memory
-) -> Sequence:
-    """All steps of :func:`attend_after_step`, by the operator of the other order if possible."""
-    # From the second step on, attending after a step is attending before the next one. The operator
-    # returns no contexts: they are made of its weights again, which are those before dropout.
-    if not takes_operator_after(attention, rnn, inputs, memory):
-        step = partial(attend_after_step, attention, rnn)
-        return decode_given(attention, rnn, inputs, state, memory, step)
+def decode_attention_last(
+    attention: Any, rnn: RNN, inputs: Tensor, state: Any, memory: Memory
+) -> DecoderOutputs:
+    """All steps of :func:`step_attention_last`, by the operator if possible."""
+    # Attention at the end of a step is attention at the beginning of the next one: the first RNN
+    # step and the last attention are computed here, all between them by the operator, whose steps
+    # begin with the attention. It returns no contexts: they are computed from its weights, which
+    # are those before dropout.
+    if not attention_last_has_operator(attention, rnn, inputs, memory):
+        step = partial(step_attention_last, attention, rnn)
+        return decode_inputs(attention, rnn, inputs, state, memory, step)
     hidden, context = state
     first, hidden = rnn(torch.cat((context, inputs[:1]), -1), hidden)
-    rest = decode_given(attention, rnn, inputs[1:], hidden, memory)
+    rest = decode_inputs(attention, rnn, inputs[1:], hidden, memory)
     features = torch.cat((first, rest.features))
     last, last_weights = attend_with_hooks(attention, features[-1:].transpose(0, 1), memory)
     contexts = torch.cat((torch.bmm(rest.weights.transpose(0, 1), memory.values), last), 1)
     contexts, weights = contexts.transpose(0, 1), (rest.weights, last_weights.transpose(0, 1))
-    return Sequence(
+    return DecoderOutputs(
         torch.cat((features, contexts), -1), torch.cat(weights), (rest.hidden, contexts[-1:])
     )
 
 
-def takes_operator_after(
-    attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory
-) -> bool:
-    """Whether :func:`decode_after` takes the operator for all steps but the first."""
+def attention_last_has_operator(attention: Any, rnn: RNN, inputs: Tensor, memory: Memory) -> bool:
+    """Whether :func:`decode_attention_last` takes the operator for all steps but the first."""
     if len(inputs) < 2 or plain_dropout(attention.dropout):
         return False
-    return _operator(attention, rnn, inputs.dtype, memory, len(inputs) - 1).kind != "step by step"
+    route = _decoder_route(attention, rnn, inputs.dtype, memory, len(inputs) - 1)
+    return route.kind != "step by step"
 
 
 def attend_with_hooks(attention: Any, queries: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Contexts (B,Tq,Dv) and weights (B,Tq,Tk) of an attention with its hooks."""
+    """Contexts (B,Tq,Dv) and weights (B,Tq,Tk); hooks of an AdditiveAttention run."""
     if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
         context = attention(queries, memory, None)  # type: ignore[arg-type]
-    else:  # which runs no hooks
+    else:
         context = attention.attend(queries, memory)
     return context, attention.attention_weights
 
 
-def decode_given(
-    attention: Any,
-    rnn: nn.GRU | nn.LSTM,
-    inputs: Tensor,
-    hidden: Any,
-    memory: Memory,
-    step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None = None,
-) -> Sequence:
-    """All steps of inputs (T,B,E), in one operator if possible; else by ``step`` or attend_step."""
-    # It is possible on the CPU, in fp32 and fp64, and on a GPU in what its kernels compute, in one
-    # launch or in a loop of them, if the layers are unmodified (no hooks, no replaced or patched
-    # layers) and nothing traces or transforms the call, which compiled code leaves out of its
-    # graphs. All give the same results, except for the order of sums and of random numbers. Under
-    # autocast one operator computes in its dtype, on the CPU in fp32.
-    run = _between_graphs if _breaks_graphs() else _decode_given
+def decode_inputs(
+    attention: Any, rnn: RNN, inputs: Tensor, hidden: Any, memory: Memory, step: Step | None = None
+) -> DecoderOutputs:
+    """All steps of inputs (T,B,E), by ``step``; without one by an operator, else by attend_step."""
+    # The operator needs unmodified layers (no hooks, no replaced or patched layers) and nothing
+    # that traces or transforms the call, which compiled code runs between its graphs. It computes
+    # on the CPU in fp32 and fp64, and on a GPU in the dtypes of its kernels, in one launch or in a
+    # loop of them. Results are the same, except for the order of sums and of random numbers. Under
+    # autocast it computes in autocast's dtype, on the CPU in fp32.
+    run = _decode_outside_graphs if _breaks_graphs() else _decode_inputs
     return run(attention, rnn, inputs, hidden, memory, step)
 
 
 def _breaks_graphs() -> bool:
     """Whether compiled code would break its graph at every step: the compiler knows no nn.GRU."""
-    global _between_graphs
+    global _decode_outside_graphs
     if (
         "torch._dynamo" not in sys.modules
         or checks.is_exporting()
         or torch._dynamo.config.allow_rnn
     ):
         return False
-    if _between_graphs is _decode_given:
-        _between_graphs = torch.compiler.disable(_decode_given)
+    if _decode_outside_graphs is _decode_inputs:
+        _decode_outside_graphs = torch.compiler.disable(_decode_inputs)
     return True
 
 
@@ -145,18 +150,13 @@ def _breaks_graphs() -> bool:
 _breaks_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _decode_given(
-    attention: Any,
-    rnn: nn.GRU | nn.LSTM,
-    inputs: Tensor,
-    hidden: Any,
-    memory: Memory,
-    step: Callable[[Tensor, Any, Memory], tuple[Tensor, Tensor, Any]] | None,
-) -> Sequence:
+def _decode_inputs(
+    attention: Any, rnn: RNN, inputs: Tensor, hidden: Any, memory: Memory, step: Step | None
+) -> DecoderOutputs:
     if step is None:
-        route = _operator(attention, rnn, inputs.dtype, memory, len(inputs))
+        route = _decoder_route(attention, rnn, inputs.dtype, memory, len(inputs))
         if route.kind != "step by step":
-            return _decode(route, attention, rnn, inputs, hidden, memory)
+            return _decode_by_operator(route, attention, rnn, inputs, hidden, memory)
         step = partial(attend_step, attention, rnn)
         if memory.maker is None:
             memory = attention._shared(memory)
@@ -165,10 +165,10 @@ def _decode_given(
         feature, step_weights, hidden = step(step_inputs, hidden, memory)
         features.append(feature)
         weights.append(step_weights.squeeze(1))
-    return Sequence(torch.stack(features), torch.stack(weights), hidden)
+    return DecoderOutputs(torch.stack(features), torch.stack(weights), hidden)
 
 
-_between_graphs: Callable[..., Sequence] = _decode_given
+_decode_outside_graphs: Callable[..., DecoderOutputs] = _decode_inputs
 
 
 def decode_greedily(
@@ -179,7 +179,7 @@ def decode_greedily(
     banned_tokens: list[int],
     max_steps: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Tokens (B,T) and weights (B,T,Tk) until all rows end; None where that takes single steps."""
+    """Tokens (B,T) and weights (B,T,Tk) until all rows end; None where no operator decodes."""
     attention, rnn, embedding, dense = layers
     if not (
         type(embedding) is nn.Embedding
@@ -191,11 +191,11 @@ def decode_greedily(
     ):
         return None
     weight, generation = embedding.weight, backends.Generation(len(embedding.weight), max_steps)
-    route = _operator(attention, rnn, weight.dtype, memory, 0, generation)
+    route = _decoder_route(attention, rnn, weight.dtype, memory, 0, generation)
     dtype = route.dtype
     if dtype is None:
         return None
-    inputs, constants = _inputs(dtype, attention, rnn, weight, hidden, memory)
+    inputs, constants = _operator_inputs(dtype, attention, rnn, weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
     output = decode.OutputLayer(dense.weight.to(dtype), bias.to(dtype))
     return decode.decode_greedily(
@@ -203,13 +203,13 @@ def decode_greedily(
     )
 
 
-def explain(attention: Any, rnn: nn.GRU | nn.LSTM, inputs: Tensor, memory: Memory) -> str:
+def explain(attention: Any, rnn: RNN, inputs: Tensor, memory: Memory) -> str:
     """How all steps of inputs (T,B,E) would be computed, and why."""
-    route = _operator(attention, rnn, inputs.dtype, memory, len(inputs))
+    route = _decoder_route(attention, rnn, inputs.dtype, memory, len(inputs))
     return f"{route.backend}: {route.reason}"
 
 
-def _operator(
+def _decoder_route(
     attention: Any,
     rnn: nn.Module,
     dtype: torch.dtype,
@@ -217,8 +217,8 @@ def _operator(
     steps: int,
     generation: backends.Generation | None = None,
 ) -> backends.DecoderRoute:
-    """As :func:`backends.decide_decoder`."""
-    plain = (
+    """How all steps are computed: the choice of :func:`backends.decide_decoder`."""
+    unmodified = (
         type(attention) is AdditiveAttention
         and is_unchanged(attention)
         and "attend" not in attention.__dict__
@@ -227,18 +227,18 @@ def _operator(
         and is_unchanged(rnn)
         and not (rnn.bidirectional or rnn.proj_size)
     )
-    if plain:
+    if unmodified:
         w_q, _, w_v, dropout_p = parts_of(attention)
-        plain = not (w_q is None or w_v is None or dropout_p is None)
+        unmodified = not (w_q is None or w_v is None or dropout_p is None)
     cells = _NO_CELLS
-    if plain:
+    if unmodified:
         layer, lstm = cast(nn.RNNBase, rnn), type(rnn) is nn.LSTM
         cells = backends.Cells(lstm, layer.num_layers, layer.hidden_size, layer.input_size)
     keys, values = memory.projected.keys, memory.values
-    return backends.decide_decoder(plain, dtype, keys, values, cells, steps, generation)
+    return backends.decide_decoder(unmodified, dtype, keys, values, cells, steps, generation)
 
 
-def _inputs(
+def _operator_inputs(
     dtype: torch.dtype,
     attention: AdditiveAttention,
     rnn: nn.Module,
@@ -246,7 +246,7 @@ def _inputs(
     hidden: Any,
     memory: Memory,
 ) -> tuple[decode.DecoderInputs, decode.NonDifferentiable]:
-    """What all steps take, without dropout."""
+    """The arguments of the operators but for dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     lens = memory.valid_lens
     projected = memory.projected
@@ -268,17 +268,17 @@ def _inputs(
     return tensors, decode.NonDifferentiable(table, keys_max, lens, memory.mask)
 
 
-def _decode(
+def _decode_by_operator(
     route: backends.DecoderRoute,
     attention: AdditiveAttention,
-    rnn: nn.GRU | nn.LSTM,
+    rnn: RNN,
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
-) -> Sequence:
+) -> DecoderOutputs:
     dtype, masks = route.dtype, None
     assert dtype is not None
-    tensors, constants = _inputs(dtype, attention, rnn, inputs, hidden, memory)
+    tensors, constants = _operator_inputs(dtype, attention, rnn, inputs, hidden, memory)
     if rnn.training and rnn.dropout > 0.0 and rnn.num_layers > 1:
         shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
         masks = nn.functional.dropout(inputs.new_ones(shape, dtype=dtype), rnn.dropout)
@@ -288,11 +288,11 @@ def _decode(
     decoded = decode.decode(tensors, constants, _dtypes(rnn, inputs, dtype), route.loop_backend)
     keep(attention, decoded.weights[-1].unsqueeze(1))
     last = decoded.hidden if tensors.cell is None else (decoded.hidden, decoded.cell)
-    return Sequence(decoded.features, decoded.weights, last)
+    return DecoderOutputs(decoded.features, decoded.weights, last)
 
 
 def _dtypes(rnn: nn.Module, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes:
-    """With the results as single steps give them, where one operator computes in ``dtype``."""
+    """Results have the dtypes that single steps give them, though ``dtype`` is computed in."""
     autocast = checks.autocast_dtype(inputs.device)
     if autocast is None or dtype == torch.float64:
         return decode.Dtypes(dtype, dtype, dtype)

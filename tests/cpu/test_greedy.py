@@ -9,7 +9,7 @@ from decoders import by_steps, hook
 from profiled import counts
 from torch import nn
 
-from bahdanau_fast.modules.decoder_loop import _inputs
+from bahdanau_fast.modules.decoder_loop import _operator_inputs
 from bahdanau_fast.ops import decode
 from bahdanau_fast.seq2seq import EncoderDecoder, Seq2SeqAttentionDecoder, Seq2SeqEncoder, greedy
 from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
@@ -115,7 +115,7 @@ def arguments(layers=2, dtype=torch.float32):
         memory = translator.decoder.memory(state)
         decoder = translator.decoder
         embedding = decoder.embedding.weight
-        of, _ = _inputs(dtype, decoder.attention, decoder.rnn, embedding, state[1], memory)
+        of, _ = _operator_inputs(dtype, decoder.attention, decoder.rnn, embedding, state[1], memory)
         made = decode.arranged(of, dtype)._asdict()
     made = {
         **{"embedding": made.pop("inputs"), "w_embedded": made.pop("w_inputs"), **made},

@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import bahdanau_fast as bf
 from bahdanau_fast.modules import decoder_loop
-from bahdanau_fast.modules.decoder_loop import attend_step, decode_given
+from bahdanau_fast.modules.decoder_loop import attend_step, decode_inputs
 from bahdanau_fast.ops import decode, decode_arguments, decode_on_gpu
 from bahdanau_fast.seq2seq import Seq2SeqAttentionDecoder
 
@@ -54,7 +54,7 @@ def way(request, monkeypatch):
         monkeypatch.setattr(
             decode_on_gpu, name, lambda *args, f=function, n=name: ran.append(n) or f(*args)
         )
-    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
+    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of("cuda"))
     with cells.on_the_cpu():
         yield SimpleNamespace(name=LOOP, ran=ran)
 
@@ -194,7 +194,7 @@ def test_tokens_are_those_of_the_operator(way):
         never = [0, 1] if seed % 3 else []
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             tokens, weights = decoder.write(hidden, memory, never, 20)
-            patch.setattr(decoder_loop, "_operator", operator_of(None))
+            patch.setattr(decoder_loop, "_decoder_route", operator_of(None))
             want = decoder.write(hidden, memory, never, 20)
         assert torch.equal(tokens, want[0])
         torch.testing.assert_close(weights, want[1])
@@ -385,9 +385,9 @@ def test_an_lstm_whose_state_is_projected_is_stepped():
     tensors = given(bf.AttentionLSTM)
     memory = attention.memory(tensors["keys"], tensors["values"], LENS)
     hidden = tensors["cell"][..., :4], tensors["cell"]
-    found = decode_given(attention, rnn, tensors["inputs"], hidden, memory)
+    found = decode_inputs(attention, rnn, tensors["inputs"], hidden, memory)
     step = partial(attend_step, attention, rnn)
-    want = decode_given(attention, rnn, tensors["inputs"], hidden, memory, step)
+    want = decode_inputs(attention, rnn, tensors["inputs"], hidden, memory, step)
     torch.testing.assert_close(found, want, **EXACT)
 
 

@@ -328,7 +328,7 @@ def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
     for operator in (attention, attention.recorded, attention_backward):
         run = functools.partial(kernels(FP32).operator, operator.name)
         monkeypatch.setitem(operator.in_python, "cuda", run)
-    monkeypatch.setattr(decoder_loop, "_operator", operator_of("cuda"))
+    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of("cuda"))
     with cells.on_the_cpu():
         got = of_decoder(module, tensors, lens)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -345,6 +345,6 @@ def test_all_steps_of_a_decoder_in_one_launch(cls, lens, monkeypatch):
     for name in ("decode", "decode_backward", "attend_backward_keys"):
         monkeypatch.setattr(operators[name], "now", functools.partial(kernels(BF16).operator, name))
     monkeypatch.setitem(MULTIPLES, "cpu", MULTIPLES["cuda"])
-    monkeypatch.setattr(decoder_loop, "_operator", operator_of(None))
+    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of(None))
     got = of_decoder(module, tensors, lens)
     as_exact(got, steps, exact, BF16)

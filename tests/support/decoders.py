@@ -83,5 +83,5 @@ def by_steps(function):
     """
     cudnn = torch.backends.cudnn
     with pytest.MonkeyPatch.context() as patch, cudnn.flags(cudnn.enabled, allow_tf32=False):
-        patch.setattr(decoder_loop, "_operator", lambda *_: STEP_BY_STEP)
+        patch.setattr(decoder_loop, "_decoder_route", lambda *_: STEP_BY_STEP)
         return function()

@@ -18,8 +18,8 @@ from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.decoder_loop import (
     SpecialTokens,
     attend_step,
-    decode_given,
     decode_greedily,
+    decode_inputs,
 )
 from bahdanau_fast.modules.dot_product import DotProductAttention
 from bahdanau_fast.modules.layers import apply_layer
@@ -197,7 +197,7 @@ class Seq2SeqAttentionDecoder(StepDecoder, AttentionDecoder):
         # A subclass may override step.
         step = None if type(self).step is Seq2SeqAttentionDecoder.step else self.step
         memory = self.memory(state)
-        decoded = decode_given(self.attention, self.rnn, embedded, hidden, memory, step)
+        decoded = decode_inputs(self.attention, self.rnn, embedded, hidden, memory, step)
         self._attention_weights = list(decoded.weights.unsqueeze(2).unbind(0))
         features = decoded.features.transpose(0, 1)
         logits = apply_layer(self.dense, self.embed_dropout(features))

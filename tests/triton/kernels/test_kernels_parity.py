@@ -213,7 +213,7 @@ def test_all_steps_of_a_decoder(cls, dropped, monkeypatch):
         torch.manual_seed(0)
         return results(module, tensors, lens)
 
-    monkeypatch.setattr(decoder_loop, "_operator", operator_of("triton"))
+    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of("triton"))
     got = run()
     if dropped:  # by other numbers than step by step; the same from the same seed
         torch.testing.assert_close(run(), got, rtol=0, atol=0)
