@@ -36,7 +36,7 @@ from bahdanau_fast.backends.route import (
 from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.call import Call
 from bahdanau_fast.checks import TorchState
-from bahdanau_fast.ops.decode_arguments import padded
+from bahdanau_fast.ops.decode_arguments import padded_size
 from bahdanau_fast.reference import TANH
 
 __all__ = [
@@ -258,7 +258,7 @@ def decide_decoder(
 
     def problem() -> str | None:
         sizes = projected_keys.shape[2], values.shape[2], units
-        shape = *values.shape[:2], *(padded(size, device.type) for size in sizes)
+        shape = *values.shape[:2], *(padded_size(size, device.type) for size in sizes)
         tokens = generation or (0, 0)
         return availability.one_launch_problem(device, cells.lstm, records, (*shape, *tokens))
 

@@ -305,7 +305,7 @@ class _AttentionRNN(KeepsWeights):
 
 
 def _runs_of_equal_batch(inputs: PackedSequence) -> list[Tensor]:
-    """A packed sequence as inputs (T,B,E), one for each run of steps with the same batch size B."""
+    """A packed sequence as inputs (T,B,E), one for every run of steps of the same batch size B."""
     sizes = [(len([*steps]), batch) for batch, steps in groupby(inputs.batch_sizes.tolist())]
     runs = inputs.data.split([steps * batch for steps, batch in sizes])
     return [run.unflatten(0, size) for run, size in zip(runs, sizes, strict=True)]

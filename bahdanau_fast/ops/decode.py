@@ -42,9 +42,9 @@ from bahdanau_fast.ops.decode_arguments import (
     SpecialTokens,
     StepGrads,
     StepResults,
-    arranged,
-    in_dtypes_of,
-    join,
+    cast_gradients,
+    concat_rows,
+    operator_arguments,
 )
 from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
@@ -90,9 +90,9 @@ def decode(
             node: Any = _Decode
             decoded = Decoded(*node.apply(constants, dtypes, loop_backend, layers, *tensors))
         else:
-            arguments = arranged(inputs, dtypes.operators)
+            arguments = operator_arguments(inputs, dtypes.operators)
             decoded = _decoded(_forward(arguments, constants, loop_backend, keep=False), dtypes)
-    if inputs.hidden.shape[2] == units:
+    if inputs.hidden.shape[2] == units:  # else it was padded
         return decoded
     *states, weights = decoded
     return Decoded._make((*(x[..., :units] for x in states), weights))
@@ -114,16 +114,16 @@ def decode_greedily(
     """
     with torch.no_grad(), without_autocast(inputs.keys.device):
         if loop_backend is not None:
-            arguments = arranged(inputs, dtype)
+            arguments = operator_arguments(inputs, dtype)
             with torch._C._AutoDispatchBelowAutograd():
-                return decode_on_gpu.write(
+                return decode_on_gpu.decode_greedily(
                     loop_backend, arguments, constants, dense, banned_tokens, special, max_steps
                 )
-        arguments = arranged(inputs.padded(), dtype)
+        arguments = operator_arguments(inputs.padded(), dtype)
         if not arguments.keys.is_cpu:
-            dense = decode_on_gpu.without(banned_tokens, dense, arguments.hidden.shape[2])
+            dense = decode_on_gpu.without_banned(banned_tokens, dense, arguments.hidden.shape[2])
             banned_tokens = []
-        tokens, weights = _run(
+        tokens, weights = _call(
             decode_operators.decode_greedy,
             arguments,
             constants,
@@ -141,30 +141,30 @@ def decode_greedily(
 
 
 def by_steps(arguments: Arguments, constants: NonDifferentiable) -> Decoded:
-    """The same in plain PyTorch, one step after the other; without dropout of the weights."""
-    a, gates_in = arguments, _input_gates(arguments)
+    """As :func:`decode` in plain PyTorch, step by step; without dropout of the weights."""
+    a, all_input_gates = arguments, _input_gates(arguments)
     states, cells = list(a.hidden.unbind(0)), [] if a.cell is None else list(a.cell.unbind(0))
     features, weights = [], []
-    units, side = a.hidden.shape[2], gates_in.shape[2]
-    for t, input_gates in enumerate(gates_in.unbind(0)):
+    units, gates = a.hidden.shape[2], all_input_gates.shape[2]
+    for t, input_gates in enumerate(all_input_gates.unbind(0)):
         queries = (states[-1] @ a.w_query.t()).unsqueeze(1)
         context, step_weights = reference.attend(
             queries, a.keys, a.values, a.w_v, constants.valid_lens, mask=constants.mask
         )
         below = context.squeeze(1)
         for layer, before in enumerate(states):
-            added = a.bias[layer, :side] if layer else input_gates
+            added = a.bias[layer, :gates] if layer else input_gates
             inputs = added + below @ (a.w_input[layer - 1] if layer else a.w_context).t()
-            through = before @ a.w_hidden[layer].t()
+            hidden = before @ a.w_hidden[layer].t()
             if a.cell is not None:
-                i, f, g, o = (inputs + through).split(units, -1)
+                i, f, g, o = (inputs + hidden).split(units, -1)
                 cells[layer] = f.sigmoid() * cells[layer] + i.sigmoid() * g.tanh()
                 states[layer] = o.sigmoid() * cells[layer].tanh()
             else:
                 n, r, z = inputs.split(units, -1)
-                r_through, z_through, n_through = through.split(units, -1)
-                r, z = (r + r_through).sigmoid(), (z + z_through).sigmoid()
-                n = (n + r * (n_through + a.bias[layer, side:])).tanh()
+                hidden_r, hidden_z, hidden_n = hidden.split(units, -1)
+                r, z = (r + hidden_r).sigmoid(), (z + hidden_z).sigmoid()
+                n = (n + r * (hidden_n + a.bias[layer, gates:])).tanh()
                 states[layer] = n + z * (before - n)
             below = states[layer]
             if constants.masks is not None and layer + 1 < len(states):
@@ -180,8 +180,8 @@ def _input_gates(arguments: Arguments) -> Tensor:
     return linear(arguments.inputs, arguments.w_inputs, arguments.input_bias)
 
 
-def _run(operator: Operator, *parts: Any, **others: Any) -> Any:
-    """An operator's results; its arguments are fields of the parts, or others by name."""
+def _call(operator: Operator, *parts: Any, **others: Any) -> Any:
+    """Call an operator; its arguments are fields of the parts (NamedTuples), or others by name."""
     in_order = _in_order(operator, tuple(map(type, parts)), tuple(others))
     return operator.now(*in_order((*chain(*parts), *others.values())))
 
@@ -199,7 +199,7 @@ def _forward(
     gates = _input_gates(arguments)
     if loop_backend is None:
         return StepResults(
-            *_run(decode_operators.decode, arguments, constants, input_gates=gates, keep=keep)
+            *_call(decode_operators.decode, arguments, constants, input_gates=gates, keep=keep)
         )
     with torch._C._AutoDispatchBelowAutograd():
         return decode_on_gpu.forward(loop_backend, gates, arguments, constants, keep)
@@ -224,7 +224,7 @@ class _Decode(torch.autograd.Function):
         layers: int,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        arguments = arranged(DecoderInputs.of_flat(tensors, layers), dtypes.operators)
+        arguments = operator_arguments(DecoderInputs.from_flat(tensors, layers), dtypes.operators)
         results = _forward(arguments, constants, loop_backend, keep=True)
         decoded = _decoded(results, dtypes)
         ctx.save_for_backward(*tensors, *arguments, *constants[:-1], *results, decoded.weights)
@@ -249,13 +249,13 @@ class _Decode(torch.autograd.Function):
             if torch.is_grad_enabled():
                 again = constants, ctx.dtypes, ctx.layers, tensors, needed, grads
                 return (*[None] * 4, *_gradients_again(*again))
-            needed_inputs = DecoderInputs.of_flat(needed, ctx.layers)
+            needed_inputs = DecoderInputs.from_flat(needed, ctx.layers)
             input_grads = _gradients(
                 *(arguments, constants, results, decoded_weights, grads, needed_inputs),
                 ctx.loop_backend,
             ).flat()
         wanted = [grad if need else None for grad, need in zip(input_grads, needed, strict=True)]
-        return (*[None] * 4, *in_dtypes_of(tensors, wanted))
+        return (*[None] * 4, *cast_gradients(tensors, wanted))
 
 
 def _gradients_again(
@@ -273,8 +273,8 @@ def _gradients_again(
         )
 
     def steps(*tensors: Any) -> Decoded:
-        inputs, dtype = DecoderInputs.of_flat(tensors, layers), dtypes.operators
-        return by_steps(inputs.arranged(dtype, partial(join, dtype)), constants)
+        inputs, dtype = DecoderInputs.from_flat(tensors, layers), dtypes.operators
+        return by_steps(inputs.in_operator_order(dtype, partial(concat_rows, dtype)), constants)
 
     return differentiate_again(steps, tensors, needed, grads)
 
@@ -301,32 +301,32 @@ def _gradients(
         step_grads = decode_on_gpu.backward(
             loop_backend, arguments, constants, results, grads, needs
         )
-    lstm, side = arguments.cell is not None, len(arguments.w_inputs)
-    units = states.shape[3]
-    grad_inputs, grad_states = step_grads.gates[..., :side], step_grads.gates[..., -side:]
+    lstm, gates, units = arguments.cell is not None, len(arguments.w_inputs), states.shape[3]
+    grad_input_gates = step_grads.gates[..., :gates]
+    grad_hidden_gates = step_grads.gates[..., -gates:]
     grad_bias = step_grads.gates.sum((1, 2))
-    before, below = states[:, :-1], states[:-1, 1:]
+    states_before, layer_inputs = states[:, :-1], states[:-1, 1:]
     if constants.masks is not None:
-        below = below * constants.masks
+        layer_inputs = layer_inputs * constants.masks
     layers = []
     for i, weights in enumerate(needed.layers):
-        under = below[i - 1] if i else torch.cat((results.contexts, arguments.inputs), -1)
-        on_inputs = [sum_of_products(grad_inputs[i], under)]
-        on_states = [sum_of_products(grad_states[i], before[i])]
+        below = layer_inputs[i - 1] if i else torch.cat((results.contexts, arguments.inputs), -1)
+        input_side = [sum_of_products(grad_input_gates[i], below)]  # weight_ih and bias_ih
+        hidden_side = [sum_of_products(grad_hidden_gates[i], states_before[i])]
         if len(weights) > 2:  # two gradients share no memory
-            bias = grad_bias[i, :side]
-            on_inputs.append(bias.clone() if lstm else bias)
-            on_states.append(grad_bias[i, -side:])
+            bias = grad_bias[i, :gates]
+            input_side.append(bias.clone() if lstm else bias)
+            hidden_side.append(grad_bias[i, -gates:])
         if not lstm:  # the input side's n r z is r z n in torch's layers
-            on_inputs = [torch.cat((x[units:], x[:units])) for x in on_inputs]
-        layers.append(tuple(chain.from_iterable(zip(on_inputs, on_states, strict=True))))
+            input_side = [torch.cat((x[units:], x[:units])) for x in input_side]
+        layers.append(tuple(chain.from_iterable(zip(input_side, hidden_side, strict=True))))
     return DecoderInputs(
-        inputs=product(grad_inputs[0], arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
+        inputs=product(grad_input_gates[0], arguments.w_inputs) if needed.inputs else None,  # type: ignore[arg-type]
         hidden=step_grads.hidden,
         cell=step_grads.cell if lstm else None,
         keys=step_grads.keys,
         values=step_grads.values,
-        w_query=sum_of_products(step_grads.queries, before[-1]),
+        w_query=sum_of_products(step_grads.queries, states_before[-1]),
         w_v=step_grads.w_v,
         layers=tuple(layers),
     )
@@ -340,11 +340,11 @@ def _backward(
     grads: tuple[Tensor | None, ...],
     needs: int,
 ) -> StepGrads:
-    """As :func:`decode_on_gpu.backward`."""
+    """As :func:`decode_on_gpu.backward`, by the operators."""
     grad_states, grad_hidden, grad_cell, grad_weights = [
         None if grad is None else grad.contiguous() for grad in grads
     ]
-    *step_grads, grad_contexts, grad_scores, dropped = _run(
+    *step_grads, grad_contexts, grad_scores, dropped = _call(
         decode_operators.decode_backward,
         arguments,
         constants,
@@ -357,7 +357,7 @@ def _backward(
     if dropped.numel() == 0:  # no weight was dropped
         narrow = decoded_weights.dtype == arguments.keys.dtype
         dropped = decoded_weights if narrow else results.weights
-    memory_grads = _run(
+    memory_grads = _call(
         attend_backward_keys,
         arguments,
         constants,

@@ -1,4 +1,8 @@
-"""What a recurrent decoder takes for all its steps; sizes and gates as in :mod:`ops.decode`."""
+"""What a recurrent decoder takes for all its steps; sizes and gates as in :mod:`ops.decode`.
+
+:class:`DecoderInputs` are weights as torch's layers have them; :func:`operator_arguments` makes
+:class:`Arguments` of them, with gates in the order of the operators.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "Arguments",
-    "Copies",
+    "BatchedConcat",
     "DecoderInputs",
     "Dtypes",
     "NonDifferentiable",
@@ -21,27 +25,27 @@ __all__ = [
     "SpecialTokens",
     "StepGrads",
     "StepResults",
-    "arranged",
-    "in_dtypes_of",
-    "join",
-    "padded",
+    "cast_gradients",
+    "concat_rows",
+    "operator_arguments",
+    "padded_size",
 ]
 
-#: Rows of a new tensor: the rows of another, or the sum of two.
-Rows = Tensor | tuple[Tensor, Tensor]
+#: Consecutive rows of a new tensor: all rows of another one, or the sum of two.
+RowBlock = Tensor | tuple[Tensor, Tensor]
 
 #: The operators of a device take F, Dv and H as multiples of this, padded with zeros.
 MULTIPLES = {"cuda": 32}
 
 
-def padded(size: int, device: str) -> int:
-    """A size as an operator of such a device takes it."""
+def padded_size(size: int, device: str) -> int:
+    """F, Dv or H with the padding that the operators of a type of device need."""
     multiple = MULTIPLES.get(device, 1)
     return -(-size // multiple) * multiple
 
 
 class Arguments(NamedTuple):
-    """What the operators take, in one dtype."""
+    """What the operators take, in one dtype; gates in the order of :mod:`ops.decode`."""
 
     inputs: Tensor  # (T,B,E); greedily the embedding (V,E)
     w_inputs: Tensor  # (G,E), of the first layer
@@ -55,7 +59,9 @@ class Arguments(NamedTuple):
     w_context: Tensor  # (G,Dv)
     w_input: Tensor  # (L-1,G,H), of the layers above the first
     w_hidden: Tensor  # (L,G,H)
-    bias: Tensor  # (L,4H), of all the gates; of the first layer what input_bias leaves out
+    # (L,4H), in the first layer's first G the input_bias: an LSTM's all; a GRU's n r z, and then n
+    # of the hidden side.
+    bias: Tensor
 
 
 class DecoderInputs(NamedTuple):
@@ -77,7 +83,7 @@ class DecoderInputs(NamedTuple):
         return (*self[:-1], *chain.from_iterable(self.layers))
 
     @classmethod
-    def of_flat(cls, tensors: Iterable[Tensor | None], layers: int) -> DecoderInputs:
+    def from_flat(cls, tensors: Iterable[Tensor | None], layers: int) -> DecoderInputs:
         """The reverse of :meth:`flat`."""
         flat = [*tensors]
         first = len(cls._fields) - 1
@@ -88,20 +94,21 @@ class DecoderInputs(NamedTuple):
     def padded(self) -> DecoderInputs:
         """Inputs of one layer with F, Dv and H of the operators; the padding stays zero."""
         a, units = self, self.hidden.shape[2]
-        if self.keys.device.type not in MULTIPLES:
+        if a.keys.device.type not in MULTIPLES:
             return self
         sizes = a.keys.shape[2], a.values.shape[2], units
-        f, v, h = (padded(size, a.keys.device.type) - size for size in sizes)
+        # The padding of F, Dv and H.
+        f, v, h = (padded_size(size, a.keys.device.type) - size for size in sizes)
         if not (f or v or h):
             return self
 
-        def pad_gates(x: Tensor, *more: int) -> Tensor:
-            return F.pad(x.unflatten(0, (len(x) // units, units)), (*more, 0, h)).flatten(0, 1)
+        def pad_gates(x: Tensor, *columns: int) -> Tensor:
+            return F.pad(x.unflatten(0, (len(x) // units, units)), (*columns, 0, h)).flatten(0, 1)
 
-        ((of_inputs, of_states, *biases),) = a.layers
-        context, rest = of_inputs.split([sizes[1], of_inputs.shape[1] - sizes[1]], 1)
-        of_inputs = torch.cat((F.pad(context, (0, v)), rest), 1)
-        weights = pad_gates(of_inputs, 0, 0), pad_gates(of_states, 0, h)
+        ((w_ih, w_hh, *biases),) = a.layers
+        context, rest = w_ih.split([sizes[1], w_ih.shape[1] - sizes[1]], 1)
+        w_ih = torch.cat((F.pad(context, (0, v)), rest), 1)
+        weights = pad_gates(w_ih, 0, 0), pad_gates(w_hh, 0, h)
         return DecoderInputs(
             inputs=a.inputs,
             hidden=F.pad(a.hidden, (0, h)),
@@ -113,47 +120,43 @@ class DecoderInputs(NamedTuple):
             layers=((*weights, *map(pad_gates, biases)),),
         )
 
-    def arranged(self, dtype: torch.dtype, join: Callable[..., Tensor]) -> Arguments:
-        """In one dtype and the operators' order of gates; ``join`` makes tensors of rows."""
-        tensors: list[Any] = [x if x is None or x.dtype is dtype else join(x) for x in self[:-1]]
+    def in_operator_order(self, dtype: torch.dtype, concat: Callable[..., Tensor]) -> Arguments:
+        """In one dtype, gates in the operators' order; ``concat`` makes tensors of row blocks."""
+        tensors: list[Any] = [x if x is None or x.dtype is dtype else concat(x) for x in self[:-1]]
         inputs, hidden, cell, keys, values, w_query, w_v = tensors
-        lstm, units, features, layers = (
-            cell is not None,
-            hidden.shape[2],
-            values.shape[2],
-            self.layers,
-        )
-        split = 2 * units
+        layers, lstm = self.layers, cell is not None
+        units, value_size = hidden.shape[2], values.shape[2]
+        r_and_z = 2 * units  # of a GRU, the rows in front of n
 
-        def ordered(w: Tensor) -> tuple[Tensor, ...]:
-            return (w,) if lstm else (w[split:], w[:split])
+        def blocks(w: Tensor) -> tuple[Tensor, ...]:
+            return (w,) if lstm else (w[r_and_z:], w[:r_and_z])
 
-        def of_layer(w: Tensor) -> Tensor:
-            return w if lstm and w.dtype is dtype else join(*ordered(w))
+        def ordered(w: Tensor) -> Tensor:
+            return w if lstm and w.dtype is dtype else concat(*blocks(w))
 
-        first = layers[0][0]
+        w_first, w_hidden, *_ = layers[0]
         if keys.is_cpu:  # whose products take rows without gaps
-            w_context = of_layer(first[:, :features]).contiguous()
-            w_inputs = of_layer(first[:, features:]).contiguous()
+            w_context = ordered(w_first[:, :value_size]).contiguous()
+            w_inputs = ordered(w_first[:, value_size:]).contiguous()
         else:
-            first = of_layer(first)
-            w_context, w_inputs = first[:, :features], first[:, features:]
-        w_hidden = layers[0][1]
+            w_first = ordered(w_first)
+            w_context, w_inputs = w_first[:, :value_size], w_first[:, value_size:]
         if len(layers) > 1 or w_hidden.dtype is not dtype:
-            w_hidden = join(*(of_states for _, of_states, *_ in layers))
+            w_hidden = concat(*(w_hh for _, w_hh, *_ in layers))
         w_input = w_hidden[:0]
         if len(layers) > 1:
-            w_input = join(*(part for w, *_ in layers[1:] for part in ordered(w)))
-        rows: list[Rows] = []
+            w_input = concat(*(block for w_ih, *_ in layers[1:] for block in blocks(w_ih)))
+        bias_blocks: list[RowBlock] = []
         for _, _, *biases in layers:
             if not biases:
-                rows.append(first.new_zeros(2 * split))
+                bias_blocks.append(w_first.new_zeros(4 * units))
             elif lstm:
-                rows.append((biases[0], biases[1]))
+                bias_blocks.append((biases[0], biases[1]))
             else:
-                x, y = biases
-                rows += [x[split:], (x[:split], y[:split]), y[split:]]
-        bias, gates = join(*rows).view(len(layers), 2 * split), len(first)
+                b_ih, b_hh = biases
+                r_z = b_ih[:r_and_z], b_hh[:r_and_z]
+                bias_blocks += [b_ih[r_and_z:], r_z, b_hh[r_and_z:]]
+        bias, gates = concat(*bias_blocks).view(len(layers), 4 * units), len(w_first)
         return Arguments(
             inputs=inputs,
             w_inputs=w_inputs,
@@ -171,17 +174,17 @@ class DecoderInputs(NamedTuple):
         )
 
 
-def join(dtype: torch.dtype, *rows: Rows) -> Tensor:
-    """A tensor of rows, in a dtype."""
+def concat_rows(dtype: torch.dtype, *blocks: RowBlock) -> Tensor:
+    """A tensor of row blocks, in a dtype."""
     cast = []
-    for part in rows:
-        x = part if isinstance(part, Tensor) else part[0] + part[1]
+    for block in blocks:
+        x = block if isinstance(block, Tensor) else block[0] + block[1]
         cast.append(x if x.dtype is dtype else x.to(dtype))
     return cast[0] if len(cast) == 1 else torch.cat(cast)
 
 
-class Copies:
-    """Makes the tensors of :func:`join`, without gradients; one foreach call copies all rows."""
+class BatchedConcat:
+    """As :func:`concat_rows`, of many tensors by one foreach call at the end; without gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -189,9 +192,9 @@ class Copies:
         self._sources: list[Tensor] = []
         self._added: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, *rows: Rows) -> Tensor:
-        """Empty until :meth:`fill`."""
-        pairs = [(x, None) if isinstance(x, Tensor) else x for x in rows]
+    def __call__(self, *blocks: RowBlock) -> Tensor:
+        """A tensor that :meth:`fill` will write."""
+        pairs = [(x, None) if isinstance(x, Tensor) else x for x in blocks]
         lengths, like = [len(x) for x, _ in pairs], pairs[0][0]
         result = like.new_empty((sum(lengths), *like.shape[1:]), dtype=self._dtype)
         for target, (source, more) in zip(result.split(lengths), pairs, strict=True):
@@ -202,35 +205,32 @@ class Copies:
         return result
 
     def fill(self) -> None:
-        """Copy all rows."""
+        """Write all tensors."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         for target, more in self._added:
             target.add_(more)
 
 
-def arranged(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; on a GPU by :class:`Copies`, outside of the autograd graph."""
+def operator_arguments(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
+    """What the operators take; on a GPU by :class:`BatchedConcat`, which autograd does not see."""
     if inputs.keys.is_cpu:
-        return inputs.arranged(dtype, partial(join, dtype))
-    copies = Copies(dtype)
-    arguments = inputs.arranged(dtype, copies)
-    copies.fill()
+        return inputs.in_operator_order(dtype, partial(concat_rows, dtype))
+    concat = BatchedConcat(dtype)
+    arguments = inputs.in_operator_order(dtype, concat)
+    concat.fill()
     return arguments
 
 
-def in_dtypes_of(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
+def cast_gradients(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
     """Gradients in the dtypes of their tensors, converted in one launch for a dtype."""
-    others = {
-        i: x.dtype
-        for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))
-        if grad is not None and grad.dtype != x.dtype
-    }
-    for dtype in {*others.values()}:
-        copies = Copies(dtype)
-        for i in [i for i, of in others.items() if of == dtype]:
-            grads[i] = copies(grads[i])
-        copies.fill()
+    casts: dict[torch.dtype, BatchedConcat] = {}
+    for i, (x, grad) in enumerate(zip(tensors, grads, strict=True)):
+        if grad is not None and grad.dtype != x.dtype:
+            cast = casts.get(x.dtype) or casts.setdefault(x.dtype, BatchedConcat(x.dtype))
+            grads[i] = cast(grad)
+    for cast in casts.values():
+        cast.fill()
     return grads
 
 
@@ -246,27 +246,27 @@ class NonDifferentiable(NamedTuple):
     """The other inputs of :func:`decode`."""
 
     table: Tensor | None = None  # of ops.exp_keys
-    keys_max: Tensor | None = None  # of ops.exp_keys
+    keys_max: Tensor | None = None  # likewise
     valid_lens: Tensor | None = None  # (B,)
     mask: Tensor | None = None  # bool (B,1,Tk)
-    masks: Tensor | None = None  # (L-1,T,B,H), factors on what goes from layer to layer
+    masks: Tensor | None = None  # (L-1,T,B,H), of dropout between the layers
     seed: Tensor | None = None  # (1,) int64, with dropout of the attention weights
     dropout_p: float = 0.0
 
 
 class OutputLayer(NamedTuple):
-    """The layer that scores tokens."""
+    """The layer that computes the logits of the tokens."""
 
     weight: Tensor  # (V,H)
     bias: Tensor  # (V,)
 
 
 class SpecialTokens(NamedTuple):
-    """Tokens around a sentence."""
+    """Tokens around a sentence: the first input, the one that ends a row, and those behind it."""
 
-    bos: int  # the first input
-    eos: int  # ends a row
-    pad: int  # behind the end
+    bos: int
+    eos: int
+    pad: int
 
 
 class StepResults(NamedTuple):
@@ -274,10 +274,10 @@ class StepResults(NamedTuple):
 
     states: Tensor  # (L,T+1,B,H), the first states in front
     cells: Tensor  # (L,T+1,B,H) of an LSTM, else without layers
-    contexts: Tensor  # (T,B,Dv); as queries and gates, of the last step alone without keep
+    contexts: Tensor  # (T,B,Dv); without keep contexts, queries and gates are of the last step
     queries: Tensor  # (T,B,F)
     weights: Tensor  # (T,B,Tk)
-    gates: Tensor  # (L,T,B,4H); of a loop on a GPU what the backward of torch's cells takes
+    gates: Tensor  # (L,T,B,4H); of a loop on a GPU the workspaces of torch's cells
 
 
 class StepGrads(NamedTuple):

@@ -39,11 +39,11 @@ def inputs_of(cls, layers=2, dtype=torch.float32, masks=False, p=0.0, table=Fals
 def each(of, change):
     """The same inputs, changed one by one."""
     changed = (x if x is None else change(x) for x in of.flat())
-    return decode.DecoderInputs.of_flat(changed, len(of.layers))
+    return decode.DecoderInputs.from_flat(changed, len(of.layers))
 
 
 def by_steps(of, rest):
-    return decode.by_steps(decode.arranged(of, of.keys.dtype), rest)
+    return decode.by_steps(decode.operator_arguments(of, of.keys.dtype), rest)
 
 
 def by_operator(of, rest):
@@ -53,7 +53,7 @@ def by_operator(of, rest):
 def arguments(cls, layers=2, dtype=torch.float32, **options):
     """Arguments of the operator, as the layer makes them."""
     of, rest = inputs_of(cls, layers, dtype, **options)
-    return decode.arranged(of, dtype), rest
+    return decode.operator_arguments(of, dtype), rest
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_gates_of_any_size(cls, dtype):
     # exp(-gate) overflows for some of them, and is zero for others.
     of, rest = inputs_of(cls, 1, dtype)
     of = of._replace(inputs=1e3 * of.inputs)
-    assert float(decode._input_gates(decode.arranged(of, dtype)).abs().max()) > 800
+    assert float(decode._input_gates(decode.operator_arguments(of, dtype)).abs().max()) > 800
     got, expected = by_operator(of, rest), by_steps(of, rest)
     torch.testing.assert_close(got, expected)
 

@@ -116,7 +116,7 @@ def arguments(layers=2, dtype=torch.float32):
         decoder = translator.decoder
         embedding = decoder.embedding.weight
         of, _ = _operator_inputs(dtype, decoder.attention, decoder.rnn, embedding, state[1], memory)
-        made = decode.arranged(of, dtype)._asdict()
+        made = decode.operator_arguments(of, dtype)._asdict()
     made = {
         **{"embedding": made.pop("inputs"), "w_embedded": made.pop("w_inputs"), **made},
         **{"table": None, "keys_max": None, "valid_lens": lens, "mask": None},

@@ -49,7 +49,7 @@ def way(request, monkeypatch):
     if request.param == OPERATOR:
         yield SimpleNamespace(name=OPERATOR, ran=ran)
         return
-    for name in ("forward", "backward", "write"):
+    for name in ("forward", "backward", "decode_greedily"):
         function = getattr(decode_on_gpu, name)
         monkeypatch.setattr(
             decode_on_gpu, name, lambda *args, f=function, n=name: ran.append(n) or f(*args)
@@ -199,7 +199,7 @@ def test_tokens_are_those_of_the_operator(way):
         assert torch.equal(tokens, want[0])
         torch.testing.assert_close(weights, want[1])
         steps_taken.add(tokens.shape[1])
-    assert way.ran == ["write"] * 24
+    assert way.ran == ["decode_greedily"] * 24
     assert len(steps_taken) > 4, "rows should end at several steps"
 
 

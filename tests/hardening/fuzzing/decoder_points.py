@@ -74,7 +74,7 @@ def _tabled(read, made, rest):
 def _leaves(of):
     """The same numbers in fp64, to differentiate by."""
     wide = (x if x is None else x.detach().double().requires_grad_() for x in of.flat())
-    return operator.DecoderInputs.of_flat(wide, len(of.layers))
+    return operator.DecoderInputs.from_flat(wide, len(of.layers))
 
 
 @case
@@ -83,7 +83,7 @@ def decode(read, generator):
     T = read.of((1, 2, 3, 5, 0))
     of, rest = _drawn(read, generator, T)
     odd = spoil(read, [of.inputs, of.keys, of.values, of.hidden])
-    made = operator.arranged(of, of.hidden.dtype)
+    made = operator.operator_arguments(of, of.hidden.dtype)
     L, B, H = made.hidden.shape
     if read.number(2):
         masks = 2.0 * torch.randint(2, (L - 1, T, B, H), generator=generator)
@@ -116,7 +116,7 @@ def decode(read, generator):
         leaves, dtype = _leaves(of), made.hidden.dtype
         masks = None if rest.masks is None else rest.masks.double()
         plain = operator.NonDifferentiable(valid_lens=rest.valid_lens, masks=masks)
-        want = operator.by_steps(operator.arranged(leaves, torch.float64), plain)
+        want = operator.by_steps(operator.operator_arguments(leaves, torch.float64), plain)
         got = operator.Decoded(states[-1, 1:], states[:, -1], cells[:, -1], weights)
         for name, a, b in zip(want._fields, got, want, strict=True):
             agree(name, a, b.detach(), dtype)
@@ -135,7 +135,7 @@ def decode(read, generator):
 def greedy(read, generator):
     """``decode_greedy``: at each step the likeliest token of those that follow its own choices."""
     of, rest = _drawn(read, generator, 0)
-    made = operator.arranged(of, of.hidden.dtype)
+    made = operator.operator_arguments(of, of.hidden.dtype)
     dtype, E, H = made.hidden.dtype, made.inputs.shape[2], made.hidden.shape[2]
     V, most = read.of((1, 2, 3, 5, 17, 40)), 1 + read.number(7)
 
@@ -170,7 +170,7 @@ def greedy(read, generator):
             return
         wide = _leaves(of)._replace(inputs=embedding.double()[told[:, :steps]].transpose(0, 1))
         plain = operator.NonDifferentiable(valid_lens=rest.valid_lens)
-        want = operator.by_steps(operator.arranged(wide, torch.float64), plain)
+        want = operator.by_steps(operator.operator_arguments(wide, torch.float64), plain)
         agree("weights", weights, want.weights.detach().transpose(0, 1), dtype)
         logits = want.features @ w_dense.double().t() + dense_bias.double()
         logits = logits.detach().transpose(0, 1)
