@@ -13,7 +13,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from bahdanau_fast.graphs.caches import Caches, NoCaches, Shared
 from bahdanau_fast.graphs.notes import writes
-from bahdanau_fast.graphs.prove import apart
+from bahdanau_fast.graphs.prove import isolated
 
 __all__ = ["Choice", "GraphError", "Times"]
 
@@ -128,7 +128,7 @@ class Choice:
         # Else keys may come once.
         caches, self.shared.caches = self.shared.caches, Caches() if repeat else NoCaches()
         try:
-            with apart(next(x.device for x in tensors)), torch.set_grad_enabled(self.grad):
+            with isolated(next(x.device for x in tensors)), torch.set_grad_enabled(self.grad):
                 plain, fused = self._time(inputs, begin, repeat)
         except Exception:  # of a graph that fails, or needs too much memory twice
             kind.run, kind.due = self.plain, math.inf

@@ -15,25 +15,24 @@ import torch
 from torch import fx
 
 from bahdanau_fast.fuse.choice import Choice
-from bahdanau_fast.fuse.look import in_words
 from bahdanau_fast.graphs.caches import NoCaches, Shared
-from bahdanau_fast.graphs.graph import Graph
+from bahdanau_fast.graphs.graph import Graph, reason
 from bahdanau_fast.graphs.plan import FusedPlan
-from bahdanau_fast.graphs.prove import apart, as_before
+from bahdanau_fast.graphs.prove import in_state, isolated
 from bahdanau_fast.graphs.rewrite import Rewriter
 
 __all__ = ["backend", "fuse_graph", "rewrite"]
 
 
 def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """As :func:`bahdanau_fast.fuse.fuse_graph`, which imports this."""
+    """As :func:`bahdanau_fast.fuse_graph`, which imports this when it is called."""
     with contextlib.suppress(Exception):  # whatever fails, the graph before it is used
         rewriter = Rewriter(graph, example_inputs, Shared(NoCaches()))
         for anchor in rewriter.activations():
             with contextlib.suppress(Exception):  # it is left
                 piece, plan = rewriter.find(anchor, False)
-                if not piece.pools:  # it does not always pay, and nothing is timed here
-                    rewriter.put(piece, plan, _traced(rewriter.notes.graph, anchor, plan))
+                if not piece.is_pooling:  # it does not always pay, and nothing is timed here
+                    rewriter.insert(piece, plan, _traced(rewriter.notes.graph, anchor, plan))
         return rewriter.rewritten()
     return graph
 
@@ -68,15 +67,15 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
         for anchor in rewriter.activations():
             try:
                 piece, plan = rewriter.find(anchor, True)
-                rewriter.put(piece, plan)
+                rewriter.insert(piece, plan)
             except Exception as error:
-                record.leave(rewriter.source(anchor), in_words(error))
+                record.leave(rewriter.source(anchor), reason(error))
             else:
                 fused += 1
                 record.fuse(rewriter.source(anchor), rewriter.notes.graph, piece)
         rewritten = rewriter.rewritten() if fused else None
     except Exception as error:
-        record.leave("", f"cannot be looked at: {in_words(error)}")
+        record.leave("", f"cannot be looked at: {reason(error)}")
         fused = 0
     choice = Choice(graph, rewritten if fused else None, example_inputs, record.shared)
     record.choices += [choice] if fused else []
@@ -104,7 +103,7 @@ def _traced(graph: Graph, anchor: int, plan: FusedPlan) -> fx.Graph:
         return run(*inputs)
 
     trace = make_fx(planned, pre_dispatch=True, _allow_non_fake_inputs=True)
-    with apart(torch.device("cpu")), as_before(graph.nodes[anchor].state), _compiling():
+    with isolated(torch.device("cpu")), in_state(graph.nodes[anchor].state), _compiling():
         return trace(*[graph.values[number].tensor for number in plan.inputs]).graph
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from bahdanau_fast.fuse.report import Record
-from bahdanau_fast.graphs.find import find, summed
-from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, NotFusable
+from bahdanau_fast.graphs.find import activates_sum, find
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, reason
 from bahdanau_fast.graphs.notes import CallRecorder
-from bahdanau_fast.graphs.pooling import projects
+from bahdanau_fast.graphs.pooling import activates_projection
 from bahdanau_fast.graphs.probe import small_sizes
 
-__all__ = ["Look", "in_words", "looked_at"]
+__all__ = ["Look", "looked_at"]
 
 # Calls that show no sum under an activation, after which a module is left for good; the same where
 # there is a sum against a vector, which may be fused in calls of another kind.
@@ -69,7 +69,7 @@ class Look:
             with torch._C.DisableTorchFunction():
                 _look(recorder.graph, recorder.spans, seconds)
         except Exception as error:  # of ours: the user's call has returned
-            self.record.leave("", f"cannot be looked at: {type(error).__name__}: {error}", True)
+            self.record.leave("", f"cannot be looked at: {reason(error)}", True)
         return result
 
     def took(self, seconds: float, elements: int = 0) -> None:
@@ -80,11 +80,6 @@ class Look:
             or self.seconds >= _SECONDS or elements >= _ELEMENTS
         ):  # fmt: skip
             self.record.state, self.record.way = "looked", None
-
-
-def in_words(error: Exception) -> str:
-    """Why something is not fused, by what was raised."""
-    return str(error) if isinstance(error, NotFusable) else f"{type(error).__name__}: {error}"
 
 
 def looked_at(
@@ -107,8 +102,8 @@ def _look(graph: Graph, spans: list[_Span], seconds: float) -> None:
     activations = [i for i, n in enumerate(graph.nodes) if n.name in ACTIVATIONS]
     sums = {
         i: several and repeats
-        for i in activations for several, repeats in [summed(graph, i)]
-        if several or projects(graph, i)
+        for i in activations for several, repeats in [activates_sum(graph, i)]
+        if several or activates_projection(graph, i)
     }  # fmt: skip
     firsts = {id(span.record): span for span in reversed(spans)}
     owners: list[_Span] = []
@@ -148,8 +143,7 @@ def _owner(graph: Graph, i: int, inside: list[_Span]) -> tuple[_Span | None, str
             piece = find(graph, i, small_sizes(graph, i), range(span.begin, span.end), True)
         except Exception as error:  # of the finder
             if span is inside[0]:
-                why = in_words(error)
-                maybe_later = getattr(error, "maybe_later", False)
+                why, maybe_later = reason(error), getattr(error, "maybe_later", False)
             continue
         if best is None or (piece.context is not None and not whole):
             best, whole = span, piece.context is not None

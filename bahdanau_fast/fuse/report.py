@@ -64,7 +64,7 @@ class Record:
         self.at_once = always  # the next call is looked at
         self.choices: list[Any] = []  # of its graphs
         self.compiled = 0  # graphs
-        # Why a softmax is no part, by place and formula.
+        # Why a softmax is no part, by line and formula.
         self.formulas: dict[tuple[str, str], str] = {}
         self.reasons: dict[str, str] = {}
         self.names: dict[int, str] = {}
@@ -106,8 +106,9 @@ class Record:
         """Say that a piece at a line is computed by the operator."""
         self.reasons.pop(source, None)
         self.state = "fused"
-        rest = f"; softmax not part: {piece.rest}" if piece.context is None and piece.rest else ""
-        self.formulas[source, _formula(graph, piece, self.names)] = rest
+        why = piece.why_scores_only if piece.context is None else ""
+        note = f"; softmax not part: {why}" if why else ""
+        self.formulas[source, _formula(graph, piece, self.names)] = note
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """A row for each place and kind of call, and whether that is "fused" or "left"."""
@@ -144,7 +145,7 @@ class Record:
 
 def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     """A piece in words; parameters by their names."""
-    letters = (iter("x"), iter("xx")) if piece.pools else (iter("qrst"), iter("kfgh"))
+    letters = (iter("x"), iter("xx")) if piece.is_pooling else (iter("qrst"), iter("kfgh"))
 
     def name(number: int, other: str) -> str:
         data = graph.values[number].data
@@ -154,7 +155,7 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
         value = graph.values[addend.x]
         if addend.w is None and value.constant and len(value.shape) == 1:
             return name(addend.x, "b")
-        text = next(letters[addend.key], "x")
+        text = next(letters[addend.of_keys], "x")
         text = text if addend.w is None else f"{name(addend.w, 'W')} {text}"
         text = text if addend.factor == 1.0 else f"{addend.factor:g} {text}"
         return text if addend.bias is None else f"{text} + {name(addend.bias, 'b')}"
@@ -163,7 +164,7 @@ def _formula(graph: Graph, piece: Piece, names: dict[int, str]) -> str:
     text = f"({text} * sigmoid({term(piece.gate[0])}))" if piece.gate else text
     factor = "m * " if piece.context is None and piece.masks else ""
     text = f"{factor}{name(piece.vector, 'w')} . {text}"
-    for how, by in piece.after:
+    for how, by in piece.score_ops:
         number = f"{by:g}" if type(by) in (int, float) else name(by, "c")
         text = f"{text} + {number}" if how == "+" else f"({text}) {how} {number}"
     if piece.context is None:

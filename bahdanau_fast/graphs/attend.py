@@ -14,14 +14,14 @@ from bahdanau_fast.graphs.caches import Shared, scaled
 from bahdanau_fast.ops.pooling import scores_and_keys
 from bahdanau_fast.reference import ScoreTerms
 
-__all__ = ["FusedAttend", "FusedScore", "NotServed", "laid", "pooled"]
+__all__ = ["FusedAttend", "FusedScore", "NotServed", "pooled", "with_contiguous_gradient"]
 
 
 class NotServed(Exception):
     """These inputs are not what the operator stands for."""
 
 
-def laid(x: Tensor) -> Tensor:
+def with_contiguous_gradient(x: Tensor) -> Tensor:
     """``x`` with a contiguous gradient, since its maker may be slow with another one."""
     view = x.view_as(x)
     if view.requires_grad:
@@ -40,7 +40,7 @@ class FusedScore:
 
     shared: Shared
     terms: ScoreTerms
-    small: bool  # nothing is cached between calls
+    small: bool  # too small for a cache between calls
 
     def __post_init__(self) -> None:
         self.__name__ = type(self).__name__.removeprefix("Fused").lower()  # in a graph's code
@@ -64,30 +64,30 @@ class FusedScore:
 class FusedAttend(FusedScore):
     """Context and weights of queries, keys and values, as the user's code has them."""
 
-    after: tuple[tuple[str, float | None], ...]  # of scores; None stands for a tensor
-    loses: bool  # a row that is hidden is NaN
+    score_ops: tuple[tuple[str, float | None], ...]  # None stands for a tensor
+    hidden_rows_nan: bool  # as where scores are filled with -inf
     orders: tuple[tuple[int, ...], tuple[int, ...]]  # of axes, of weights and of the context
     dtypes: tuple[torch.dtype, torch.dtype]
 
     def __call__(  # type: ignore[override]
         self, q: Tensor, k: Tensor, w_q: Any, w_k: Any, bias: Any, features: Any, w_f: Any,
         x: Tensor, v: Tensor, mask: Tensor | None, tests: tuple[Tensor, ...],
-        by: tuple[Tensor, ...], sizes: list[int],
+        operands: tuple[Tensor, ...], sizes: list[int],
         weights_shape: list[int], context_shape: list[int],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Context and weights; NotServed where one of the tests is false."""
         if tests and not all(tests):
             raise NotServed
-        after: Any = self.after
-        if by:
-            operands = iter(by)
-            after = tuple((how, next(operands) if n is None else n) for how, n in after)
+        ops: Any = self.score_ops
+        if operands:
+            rest = iter(operands)
+            ops = tuple((op, next(rest) if by is None else by) for op, by in ops)
         if self.small:
-            cache, v = None, scaled(v, after) if after else v
+            cache, v = None, scaled(v, ops) if ops else v
         else:
-            cache, v = self.shared.caches.of(v, w_k, after)
-        lost = ~mask.any(-1, keepdim=True) if self.loses and mask is not None else None
-        shape: Any = ResultLayout(self, sizes, weights_shape, context_shape, lost)
+            cache, v = self.shared.caches.of(v, w_k, ops)
+        nan = ~mask.any(-1, keepdim=True) if self.hidden_rows_nan and mask is not None else None
+        shape: Any = ResultLayout(self, sizes, weights_shape, context_shape, nan)
         terms = self.terms_of(features, w_f)
         return run.attend(
             Call(q, k, x, v, w_q, w_k, bias, None, mask, cache=cache, shape=shape, terms=terms)
@@ -101,7 +101,7 @@ class ResultLayout(NamedTuple):
     sizes: list[int]  # batch, queries and keys may be several axes
     weights_shape: list[int]
     context_shape: list[int]
-    lost: Tensor | None  # rows that are hidden
+    nan: Tensor | None  # rows that are NaN, (b,q,1)
 
     @property
     def turned(self) -> tuple[list[int], tuple[int, ...]] | None:
@@ -111,16 +111,16 @@ class ResultLayout(NamedTuple):
 
     def restore_weights(self, weights: Tensor) -> Tensor:
         """The user's weights of (b,q,k)."""
-        if self.lost is not None:
-            weights = weights.masked_fill(self.lost, torch.nan)
+        if self.nan is not None:
+            weights = weights.masked_fill(self.nan, torch.nan)
         if self.turned is not None:
             weights = weights.reshape(self.sizes).permute(self.of.orders[0]).contiguous()
         return _to(weights.reshape(self.weights_shape), self.of.dtypes[0])
 
     def restore(self, context: Tensor) -> Tensor:
         """The user's context of (b,q,features)."""
-        if self.lost is not None:
-            context = context.masked_fill(self.lost, torch.nan)
+        if self.nan is not None:
+            context = context.masked_fill(self.nan, torch.nan)
         order = self.of.orders[1]
         context = context if order == (0, 1, 2) else context.permute(order).contiguous()
         return _to(context.reshape(self.context_shape), self.of.dtypes[1])

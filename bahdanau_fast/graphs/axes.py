@@ -18,36 +18,36 @@ class ScoreAxes(Probe):
     """The axes along which addends, masks and vectors change."""
 
     p: Piece
-    which: Tensor  # (scores,), the vector of each score
-    index: Tensor  # which score is where in the weights
+    vector_index: Tensor  # (scores,), the vector of a score
+    index: Tensor  # the scores' indices, moved as the weights are
     key_index: Tensor | None
     split_sizes: list[int]  # sizes of the axes of the scores, those that hold several split
 
     def axes(self) -> None:
-        """Who is a query and who a key, by the axes along which each addend changes."""
+        """Which addends are of queries and which of keys, by the axes along which they change."""
         p = self.p
         maps = [addend.rows[:, 0] for addend in p.addends]
-        self.split_sizes = sizes = self._split([*maps, self.which])
-        vectors = self._varying(self.which)
+        self.split_sizes = sizes = self._split([*maps, self.vector_index])
+        vectors = self._varying(self.vector_index)
         axes = [self._varying(m) - vectors for m in maps]
         broad = {
             s for s, e in zip(axes, p.addends, strict=True)
             if s or e.w is not None or not self.graph.values[e.x].constant
         }  # fmt: skip
-        require(p.pools or len(broad) > 1, "nothing is broadcast, or there is no query")
-        queries, keys = self._rows(axes[0]) if p.pools else self._sides(axes, broad)
+        require(p.is_pooling or len(broad) > 1, "nothing is broadcast, or there is no query")
+        queries, keys = self._rows(axes[0]) if p.is_pooling else self._sides(axes, broad)
         every = queries | keys | vectors == {*range(len(sizes))} and len(vectors) < 2
         require(every and keys - queries, "nothing is broadcast")
         groups = [*vectors, *sorted(queries & keys)], sorted(queries - keys), sorted(keys - queries)
         order = [d for group in groups for d in group]
         p.sizes, p.groups = [sizes[d] for d in order], [*map(len, groups)]
         for addend, varying in zip(p.addends, axes, strict=True):
-            addend.key = not varying <= queries
-            side = groups[0] + groups[2 if addend.key else 1]
+            addend.of_keys = not varying <= queries
+            side = groups[0] + groups[2 if addend.of_keys else 1]
             addend.broadcast = self._broadcast(addend.rows, side)
         for mask in p.masks:
             mask.broadcast = self._broadcast(mask.index[:, None], order)
-        index = torch.arange(len(self.which)).view(p.sizes)
+        index = torch.arange(len(self.vector_index)).view(p.sizes)
         index = index.permute([order.index(d) for d in range(len(sizes))]).reshape(-1)
         p.scores_axes = self.axes_of(p.scores, index)
         if p.weights is not None:
@@ -89,6 +89,7 @@ class ScoreAxes(Probe):
         return frozenset(d for d in range(m.dim()) if (m.diff(dim=d) != 0).any())
 
     def _split(self, maps: list[Tensor]) -> list[int]:
+        """The sizes of the scores' axes, split where an index repeats itself within an axis."""
         sizes, d = [n for n in self.shape(self.p.scores) if n != 1], 0
         while d < len(sizes):
             for m in maps:

@@ -1,7 +1,11 @@
-"""What calls of a module derive from tensors that stay the same: projected keys, scaled vectors."""
+"""What calls of a module derive from tensors that stay the same: projected keys, scaled vectors.
+
+Operations on scores, ``(operation, operand)``, are carried out on the vector w_v of the scores.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +17,13 @@ __all__ = ["Caches", "NoCaches", "Shared", "scaled"]
 
 
 class Caches:
-    """Projected keys, and a vector with what follows its scores, by vector and weight."""
+    """Projected keys, and vectors with the operations on their scores, by vector and weight."""
 
     def __init__(self) -> None:
         self._entries: dict[Any, tuple[KeyCache, Any, Tensor]] = {}
 
-    def of(self, vector: Tensor, w_k: Tensor | None, after: Any) -> tuple[KeyCache, Tensor]:
-        """A cache of projected keys; and the vector with what follows, as :func:`scaled`."""
+    def of(self, vector: Tensor, w_k: Tensor | None, score_ops: Any) -> tuple[KeyCache, Tensor]:
+        """A cache of projected keys; and the vector as :func:`scaled` has it."""
         key = vector.data_ptr(), None if w_k is None else w_k.data_ptr()
         entry = self._entries.get(key)
         if entry is None:
@@ -27,19 +31,19 @@ class Caches:
                 self._entries.clear()
             entry = self._entries[key] = KeyCache(), None, vector
         cache, state, cached = entry
-        if not (after and torch.is_grad_enabled()):
-            return cache, scaled(vector, after)
-        operations = [how for how, by in after if isinstance(by, Tensor)]
-        tensors = [vector, *(by for _, by in after if isinstance(by, Tensor))]
+        if not (score_ops and torch.is_grad_enabled()):
+            return cache, scaled(vector, score_ops)
+        operations = [how for how, by in score_ops if isinstance(by, Tensor)]
+        tensors = [vector, *(by for _, by in score_ops if isinstance(by, Tensor))]
         # The gradients of steps meet where each step has the same tensor. It is made of leaves
         # alone, since others may belong to a graph that is gone.
         adds = operations in ([], ["+"])
         if not adds or not all(t.is_leaf and may_share(t, t, None) for t in tensors):
-            return cache, scaled(vector, after)
-        numbers = (step for step in after if not isinstance(step[1], Tensor))
+            return cache, scaled(vector, score_ops)
+        numbers = (op for op in score_ops if not isinstance(op[1], Tensor))
         current = (*numbers, *Source.of(vector, None, tensors[-1], "cpu").state)
         if state != current:
-            cached = scaled(vector, after)
+            cached = scaled(vector, score_ops)
             self._entries[key] = cache, current, cached
         return cache, cached
 
@@ -47,29 +51,25 @@ class Caches:
 class NoCaches(Caches):
     """Nothing is cached, for graphs and for keys that come once."""
 
-    def of(self, vector: Tensor, _: Tensor | None, after: Any) -> tuple[Any, Tensor]:
-        """No cache, and the vector with what follows."""
-        return None, scaled(vector, after)
+    def of(self, vector: Tensor, _: Tensor | None, score_ops: Any) -> tuple[Any, Tensor]:
+        """No cache, and the vector as :func:`scaled` has it."""
+        return None, scaled(vector, score_ops)
 
 
+@dataclass(eq=False, repr=False)
 class Shared:
-    """What the graphs of a module share; not the module, which compiled code would keep alive.
+    """What the graphs of a module share; not the module, which compiled code would keep alive."""
 
-    Attributes:
-        caches: of projected keys.
-        always: whether the operator runs where it takes more time, too.
+    caches: Caches
+    always: bool = False  # the operator runs where it takes more time, too
+
+
+def scaled(vector: Tensor, score_ops: tuple[tuple[str, Any], ...]) -> Tensor:
+    """The vector that gives scores with these operations carried out, except for sums.
+
+    No weight depends on what is added to all scores: it only gets its gradient, zero.
     """
-
-    def __init__(self, caches: Caches, always: bool = False) -> None:
-        self.caches, self.always = caches, always
-
-
-def scaled(vector: Tensor, after: tuple[tuple[str, Any], ...]) -> Tensor:
-    """A vector whose scores have what follows, (operation, operand), but for what is added.
-
-    No weight depends on that: it only gets its gradient, zero.
-    """
-    for how, by in after:
+    for how, by in score_ops:
         # Sums save no tensors, so that any number of backward passes may come through.
         if how == "+":
             if isinstance(by, Tensor) and by.requires_grad and torch.is_grad_enabled():

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, NotFusable, SmallSizes, require
 from bahdanau_fast.graphs.piece import Addend, Piece, ScoreMask
-from bahdanau_fast.graphs.pooling import Pooling, drops, projects
+from bahdanau_fast.graphs.pooling import Pooling, activates_projection, drops
 from bahdanau_fast.graphs.probe import (
     CONTRACTIONS,
     MAX_PARTS,
     PRODUCTS,
     VIEWS,
-    back,
     by_row,
     small_sizes,
+    trace_back,
 )
 from bahdanau_fast.graphs.softmax import Softmax
 
-__all__ = ["find", "pools", "summed"]
+__all__ = ["activates_sum", "find", "is_pooling"]
 
 # More vectors than this are an output layer, not attention.
 _MAX_VECTORS = 16
@@ -35,13 +35,13 @@ _EXPANDS = {"expand", "expand_as", "broadcast_to"}
 _COPIES = {"repeat", "type_as", "to", "clone"}
 
 
-def summed(graph: Graph, anchor: int) -> tuple[bool, bool]:
-    """Whether a call activates a sum of several things, and one that repeats some of them."""
+def activates_sum(graph: Graph, anchor: int) -> tuple[bool, bool]:
+    """Whether a call activates a sum of several tensors, and whether it broadcasts one of them."""
     todo = graph.nodes[anchor].refs()[:1]
     several = repeats = False
     rows = math.prod(graph.values[todo[0]].shape[:-1]) if todo else 0
     for v in todo:
-        leaves = back(graph, v)[1]
+        leaves = trace_back(graph, v)[1]
         several |= len(leaves) > 1
         for value in [graph.values[leaf] for leaf in leaves]:
             fewer = value.shape and math.prod(value.shape[:-1]) < rows
@@ -53,13 +53,13 @@ def summed(graph: Graph, anchor: int) -> tuple[bool, bool]:
 
 
 class _Written(Exception):
-    """A call writes to what a pinned call reads, before the operator would run."""
+    """More calls are pinned, as others write to what they read: the search begins anew."""
 
 
 def find(
     graph: Graph, anchor: int, sizes: SmallSizes, calls: range | None = None, checked: bool = False
 ) -> Piece:
-    """The additive attention around an activation, in some calls; it may be ``checked`` in each."""
+    """Additive attention around an activation, in some calls; ``checked``: its masks are tested."""
     calls = range(len(graph.nodes)) if calls is None else calls
     state = graph.nodes[anchor].state  # others are in an autograd.Function, or without gradients
     others = {i for i in calls if graph.nodes[i].state != state or graph.nodes[i].pinned}
@@ -76,10 +76,11 @@ def find(
             raise
 
 
-def pools(graph: Graph, anchor: int) -> bool:
+def is_pooling(graph: Graph, anchor: int) -> bool:
     """Whether a call is the activation of pooling without a query."""
     with contextlib.suppress(*_ERRORS):
-        return projects(graph, anchor) and find(graph, anchor, small_sizes(graph, anchor)).pools
+        if activates_projection(graph, anchor):
+            return find(graph, anchor, small_sizes(graph, anchor)).is_pooling
     return False
 
 
@@ -94,7 +95,7 @@ class _Finder(Softmax, Pooling):
         node, self.end, self.checked = graph.nodes[anchor], end, checked
         numbers = [x for x in (*node.args[1:2], *node.kwargs.values()) if type(x) in (int, float)]
         slope = float([*numbers, 0.01][0])
-        self.p = Piece(anchor, node.name, slope, node.out[0], late={anchor})
+        self.p = Piece(anchor, node.name, slope, node.out[0], deferred={anchor})
         self.total, self.maybe_later = int(node.refs()[0]), False
 
     def piece(self) -> Piece:
@@ -105,32 +106,33 @@ class _Finder(Softmax, Pooling):
         try:
             self.contraction(summed)
         except NotFusable:
-            if not self.multiplied(summed):
+            if not self.contraction_of_masked(summed):
                 raise
-        self.p.addends = self.sum(self.total)
-        self.p.gate = [] if gate is None else self.sum(gate)
-        require(self.pools() or not self.p.gate, "is multiplied by a sigmoid")
+        self.p.addends = self.addends(self.total)
+        self.p.gate = [] if gate is None else self.addends(gate)
+        require(self.find_pooling() or not self.p.gate, "is multiplied by a sigmoid")
         # One key shows no broadcast, more of them may.
         maps, n = [addend.rows[:, 0] for addend in self.p.addends], len(self.rows.unique())
         repeated = any(1 < len(m.unique()) < n for m in maps)
         several = len(self.p.addends) > 1
         self.maybe_later = several and (1 in self.shape(self.total) or repeated)
         scores = replace(
-            self.p, late={*self.p.late}, after=[*self.p.after],
-            before=set(), masks=[*self.p.masks], assumed=set(), truths=set(), views=set(),
+            self.p, deferred={*self.p.deferred}, score_ops=[*self.p.score_ops],
+            masks=[*self.p.masks], immediate=set(), assumed_binary=set(), mask_calls=set(),
+            weight_views=set(),
         )  # fmt: skip
-        if self.p.pools:
+        if self.p.is_pooling:
             return self.without_query(scores)
         try:
             self.softmax()
             self.axes()
             self.context()
-            self.may_run()
+            self.check_order()
         except _ERRORS as why:
-            rest = str(why) if isinstance(why, NotFusable) else "it has another form"
-            self.p, self.key_index = replace(scores, rest=rest), None
+            reason = str(why) if isinstance(why, NotFusable) else "it has another form"
+            self.p, self.key_index = replace(scores, why_scores_only=reason), None
             self.axes()
-            self.may_run()
+            self.check_order()
         return self.p
 
     def without_query(self, scores: Piece) -> Piece:
@@ -143,10 +145,10 @@ class _Finder(Softmax, Pooling):
         self.maybe_later = not self.key_index.any()  # it is of one row
         self.axes()
         self.maybe_later = True
-        self.may_run()
+        self.check_order()
         return self.p
 
-    def chain(self, i: int, v: int) -> tuple[set[int], int, int, int | None]:
+    def to_contraction(self, i: int, v: int) -> tuple[set[int], int, int, int | None]:
         """From a call to a contraction: the calls, its result, the other operand, and a bias."""
         ids: set[int] = set()
         other = bias = None
@@ -168,8 +170,8 @@ class _Finder(Softmax, Pooling):
             require(later, "no contraction with a vector")
             i = later[0]
 
-    def multiplied(self, v: int) -> bool:
-        """Forward to the sum where each row of what is activated has a factor, as of a mask."""
+    def contraction_of_masked(self, v: int) -> bool:
+        """As :meth:`contraction`, of a product with one factor a row; False where it is none."""
         graph = self.graph
         users = [graph.nodes[i] for i in graph.values[v].users if i < self.end]
         products = [n for n in users if n.name in PRODUCTS and n.single and not n.writes]
@@ -177,29 +179,31 @@ class _Finder(Softmax, Pooling):
         if len(others) != 1:
             return False
         (by,), (out,) = others, products[0].out
-        ids, (leaf, *_) = back(graph, by, self.pinned, lambda _, n: n.name in VIEWS | _EXPANDS)
-        index = self.run(ids, {leaf: self.numbered(leaf)}, by)
+        ids, (leaf, *_) = trace_back(
+            graph, by, self.pinned, lambda _, n: n.name in VIEWS | _EXPANDS
+        )
+        index = self.run(ids, {leaf: self.indices(leaf)}, by)
         self.contraction(out)
         alike = self.shape(v) == self.shape(out) and len(self.p.vector_starts) == 1
         require(alike, "is multiplied")
         rows = by_row(index.expand(self.shape(v)), self.axis)[self.rows].long()
         require((rows == rows[:, :1]).all(), "is multiplied")
-        self.p.late |= {*ids, int(graph.values[out].maker or 0)}
+        self.p.deferred |= {*ids, int(graph.values[out].maker or 0)}
         self.p.masks.append(ScoreMask(leaf, "factor", rows[:, 0]))
         return True
 
     def contraction(self, summed: int) -> None:
-        """Forward from what is summed against a vector to the sum."""
+        """Forward from what is activated to its product with a vector, the scores."""
         p, users = self.p, self.graph.values[summed].users
         require(users, "its values are kept")
         for user in users:
             try:
-                ids, p.scores, vector, bias = self.chain(user, summed)
+                ids, p.scores, vector, bias = self.to_contraction(user, summed)
                 break
             except NotFusable:
                 if user == users[-1]:
                     raise
-        p.after = [] if bias is None else [("+", bias)]
+        p.score_ops = [] if bias is None else [("+", bias)]
         (self.axis, rows), (axis, vectors) = self.contracted(ids, summed, vector, p.scores, bias)
         self.rows, self.index = rows.reshape(-1), torch.arange(rows.numel()).view(rows.shape)
         more, [(p.vector, every, _)] = self.parts(vector, axis, 1)
@@ -207,20 +211,20 @@ class _Finder(Softmax, Pooling):
         require(p.hidden > 1, "has one hidden feature")
         elements = every[vectors.reshape(-1)]
         require((elements.diff() == 1).all(), "no vector in a row")
-        begins, self.which = elements[:, 0].unique(return_inverse=True)
+        begins, self.vector_index = elements[:, 0].unique(return_inverse=True)
         p.vector_starts = begins.tolist()
         require(len(begins) <= _MAX_VECTORS, "many vectors")
-        once = (self.rows * len(begins) + self.which).unique()
+        once = (self.rows * len(begins) + self.vector_index).unique()
         require(len(once) == len(self.rows), "is summed twice")
-        p.late |= ids | more
+        p.deferred |= ids | more
         p.end = max(ids)
 
-    def sum(self, total: int) -> list[Addend]:
-        """Back from what is activated: the addends, and what projects them."""
+    def addends(self, total: int) -> list[Addend]:
+        """Back from the sum under the activation: its addends, and what projects them."""
         addends: list[Addend] = []
-        ids, leaves = back(self.graph, total, self.pinned)
+        ids, leaves = trace_back(self.graph, total, self.pinned)
         require(len(leaves) < 7, "too many addends")
-        self.p.late |= ids
+        self.p.deferred |= ids
         for v, elements, factor in self.elements(ids, leaves, total):
             require((elements >= 0).all(), "not all of it is added to")
             rows = by_row(elements, self.axis)[self.rows]
@@ -250,11 +254,11 @@ class _Finder(Softmax, Pooling):
         begins = w_index[:, 0][outs]  # it may be repeated
         require((rows == rows[:, :1]).all() and (begins == begins[:1]).all(), "is no product")
         if bias is not None:
-            feed = self.zeros(refs) | {bias: self.numbered(bias)}
+            feed = self.zeros(refs) | {bias: self.indices(bias)}
             elements = self.run({i}, feed, v).reshape(-1)[index]
             require((elements == torch.arange(self.p.hidden)).all(), "adds something else")
         ids, parts = self.parts(x, d, 0 if self.joined else MAX_PARTS)
-        self.p.late |= {i} | more | ids
+        self.p.deferred |= {i} | more | ids
         rows, w_index = rows[:, 0], w_index[outs[0]]
         addends = [Addend(y, part[rows], 1.0, source, w_index[:, c]) for y, part, c in parts]
         addends[0].bias = bias
@@ -268,20 +272,20 @@ class _Finder(Softmax, Pooling):
         why = "nothing is weighed"
         for first in self.graph.values[p.weights].users:
             try:
-                ids, out, values, _ = self.chain(first, p.weights)
+                ids, out, values, _ = self.to_contraction(first, p.weights)
                 self.weighted_sum(ids, values, out)
-                path = self.path(ids)
+                path = self.views_of_weights(ids)
             except _ERRORS as error:  # what torch says of other shapes explains nothing
                 said = isinstance(error, NotFusable) and "output" not in str(error)
                 why = str(error) if said else why
                 continue
             p.context, p.values, p.end = out, values, max(ids)
-            p.late |= ids
-            self.hand_out(path)
+            p.deferred |= ids
+            self.find_read_view(path)
             return
         raise NotFusable(why)
 
-    def path(self, ids: set[int]) -> list[int]:
+    def views_of_weights(self, ids: set[int]) -> list[int]:
         """The weights, and views of them on the way to the context."""
         path = [int(self.p.weights or 0)]
         for i in sorted(ids):
@@ -290,21 +294,20 @@ class _Finder(Softmax, Pooling):
                 path.append(n.out[0])
         return path
 
-    def hand_out(self, path: list[int]) -> None:
-        """Which view of the weights the context is made of where others hold one."""
-        p, values, calls = self.p, self.graph.values, {*self.p.late, self.p.end}
+    def find_read_view(self, path: list[int]) -> None:
+        """The view of the weights that others read becomes the weights of the piece."""
+        p, values, calls = self.p, self.graph.values, {*self.p.deferred, self.p.end}
         read = [v for v in path if not calls.issuperset(values[v].users)]
         if not self.graph.nodes[p.anchor].state.grad or read in ([], path[:1]):
             return
         require(len(read) == 1, "several views of its weights are read")
         ids = {int(values[v].maker or 0) for v in path[1 : path.index(read[0]) + 1]}
-        elements = self.run(ids, {path[0]: self.numbered(path[0])}, read[0])
-        require(elements.numel() == len(self.which), "its weights are repeated")
+        elements = self.run(ids, {path[0]: self.indices(path[0])}, read[0])
+        require(elements.numel() == len(self.vector_index), "its weights are repeated")
         order, _ = p.weights_axes
-        index = torch.arange(len(self.which)).view(p.sizes).permute(order).reshape(-1)
-        p.weights, p.weights_axes = (
-            read[0], self.axes_of(read[0], index[elements.long().reshape(-1)])
-        )  # fmt: skip
+        index = torch.arange(len(self.vector_index)).view(p.sizes).permute(order).reshape(-1)
+        p.weights = read[0]
+        p.weights_axes = self.axes_of(read[0], index[elements.long().reshape(-1)])
 
     def weighted_sum(self, ids: set[int], values: int, out: int) -> None:
         """Which axes are which where ``out`` is the weighted sum of values: tried on numbers."""
@@ -326,49 +329,49 @@ class _Finder(Softmax, Pooling):
                     return
         raise NotFusable("is no weighted sum")
 
-    def may_run(self) -> None:
-        """Nobody reads what is put off, or writes to what it needs, before the operator runs."""
+    def check_order(self) -> None:
+        """Nobody reads what is deferred, or writes to what it needs, before the operator runs."""
         graph, p, values = self.graph, self.p, self.graph.values
-        calls = {*p.late, p.end}
-        inputs = {p.values, *(mask.number for mask in p.masks), *p.assumed}
+        calls = {*p.deferred, p.end}
+        inputs = {p.values, *(mask.number for mask in p.masks), *p.assumed_binary}
         for i in sorted(calls, reverse=True):  # what others need, too, runs at once
             out, single = graph.nodes[i].out, graph.nodes[i].single
             elsewhere = not all(calls.issuperset(values[v].users) for v in out)
             if i < p.anchor and (inputs.intersection(out) or elsewhere or not single):
                 calls.discard(i)
-                p.before.add(i)
-        p.late = calls - {p.end}
+                p.immediate.add(i)
+        p.deferred = calls - {p.end}
         require(values[self.total].maker in calls, "its sum is needed")
         require(not calls & self.pinned, "autocast or gradients change within it")
-        self.readers(calls, inputs)
-        self.writers(calls)
+        self.check_readers(calls, inputs)
+        self.check_writers(calls)
 
-    def readers(self, calls: set[int], inputs: set[int]) -> None:
+    def check_readers(self, calls: set[int], inputs: set[int]) -> None:
         """Others read nothing but the weights, and views of them; the operator runs before."""
         graph, p, values = self.graph, self.p, self.graph.values
         outputs = {p.weights} if p.context is not None else set()
-        p.first = p.end
-        for i in sorted(p.late):
+        p.insert_before = p.end
+        for i in sorted(p.deferred):
             n = graph.nodes[i]
             outputs.update(n.out if outputs.intersection(n.refs()) else ())
             early = [j for v in n.out if v in outputs for j in values[v].users if j not in calls]
-            p.first = min([p.first, *early])
+            p.insert_before = min([p.insert_before, *early])
         makers = [values[v].maker for v in inputs if v >= 0]
-        late = [i for i in makers if i is not None and i >= p.first and i not in calls]
+        late = [i for i in makers if i is not None and i >= p.insert_before and i not in calls]
         require(not late, "its weights are needed early")
-        for i in sorted(p.late):
+        for i in sorted(p.deferred):
             n = graph.nodes[i]
             for v in (*n.out, *(after for _, after in n.writes)):
                 others = {*values[v].users} - calls
-                p.views |= {i} if others and v in outputs - {p.weights} else set()
+                p.weight_views |= {i} if others and v in outputs - {p.weights} else set()
                 names = ", ".join(graph.nodes[j].name for j in others)
                 require(v in outputs or not others, f"its values are needed by {names}")
 
-    def writers(self, calls: set[int]) -> None:
+    def check_writers(self, calls: set[int]) -> None:
         """Others write to nothing that the operator reads, or that is read before it."""
         graph, p, values = self.graph, self.p, self.graph.values
         inputs = {v.storage for v in values if v.maker is None}
-        read_by = {i: self.storages(graph.nodes[i].refs()) for i in calls | p.before}
+        read_by = {i: self.storages(graph.nodes[i].refs()) for i in calls | p.immediate}
         for i in {*range(min(read_by), p.end)} - calls:
             written = self.storages(v for v, _ in graph.nodes[i].writes)
             before = {j for j in calls if j < i and read_by[j] & written}

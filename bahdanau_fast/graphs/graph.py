@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["ACTIVATIONS", "SIZED", "Graph", "Node", "NotFusable", "Ref", "SmallSizes", "State",
-           "Value", "mapped", "require", "state", "tensors"]  # fmt: skip
+           "Value", "reason", "require", "state", "tensors", "tree_map"]  # fmt: skip
 
 ACTIVATIONS = {"tanh", "relu", "leaky_relu", "sigmoid"}
 # Functions that take of their first tensor its shape, dtype or device alone.
@@ -28,7 +28,12 @@ _PRIME = 101  # the first number of a size that is a symbol
 class NotFusable(Exception):
     """This is not fused; the message says why."""
 
-    maybe_later = False  # whether there is a sum against a vector: at other sizes it may be fused
+    maybe_later = False  # whether it may be fused at other sizes
+
+
+def reason(error: Exception) -> str:
+    """Why something is not fused, by what was raised."""
+    return str(error) if isinstance(error, NotFusable) else f"{type(error).__name__}: {error}"
 
 
 def require(condition: Any, why: str) -> None:
@@ -65,7 +70,7 @@ class Value:
         strided = x.layout is torch.strided and not x.is_nested
         sizes: Any = (x.shape, x.stride()) if strided else ((), ())
         self.shape, strides = (tuple(map(size, numbers)) for numbers in sizes)
-        # Axes as they lie in memory.
+        # Axes as they lie in memory, the outermost first.
         self.order = sorted(range(len(strides)), key=lambda d: -(strides[d] or math.inf))
         self.dtype, self.device = x.dtype, x.device
         self.requires_grad, self.numel = x.requires_grad, math.prod(self.shape)
@@ -77,8 +82,8 @@ class Value:
         self.data = data  # the tensor with its elements, of an input of the graph
         self._tensor = weakref.ref(x)
 
-    def laid(self, x: Tensor) -> Tensor:
-        """``x`` dense, with the axes as this one's in memory, so that views of it work alike."""
+    def with_layout(self, x: Tensor) -> Tensor:
+        """``x`` dense in the memory layout of this one, so that views of it work alike."""
         inverse = [self.order.index(d) for d in range(x.dim())]
         return x.permute(self.order).contiguous().permute(inverse)
 
@@ -104,7 +109,7 @@ class Node(NamedTuple):
     writes: tuple[tuple[int, int], ...]  # (before, after) of what it wrote to
     single: bool  # whether its result is one tensor
     state: State
-    pinned: bool = False  # it stays as it is, by hooks on what is saved or by numbers in it
+    pinned: bool = False  # cannot be replaced: hooks see what it saves, or numbers are computed
     source: str = ""  # file and line of the user's code
 
     def refs(self) -> list[int]:
@@ -118,15 +123,15 @@ class Node(NamedTuple):
         return self.refs()[: 1 if self.name.endswith("_as") or self.name == "to" else None]
 
 
-def mapped(f: Callable[[Any], Any], x: Any) -> Any:
-    """``x`` with ``f`` of everything in its tuples, lists, dictionaries and slices."""
+def tree_map(f: Callable[[Any], Any], x: Any) -> Any:
+    """``x`` with ``f`` of all leaves of its tuples, lists, dictionaries and slices."""
     if isinstance(x, (tuple, list)):
         kind: Any = next(k for k in (torch.Size, tuple, list) if isinstance(x, k))
-        return kind([mapped(f, item) for item in x])
+        return kind([tree_map(f, item) for item in x])
     if isinstance(x, dict):
-        return {name: mapped(f, item) for name, item in x.items()}
+        return {name: tree_map(f, item) for name, item in x.items()}
     if isinstance(x, slice):
-        return slice(*[mapped(f, item) for item in (x.start, x.stop, x.step)])
+        return slice(*[tree_map(f, item) for item in (x.start, x.stop, x.step)])
     return f(x)
 
 
@@ -138,7 +143,7 @@ def tensors(x: Any) -> list[Any]:
         leaves.extend([leaf] if isinstance(leaf, (Tensor, Ref)) else ())
         return leaf
 
-    mapped(collect, x)
+    tree_map(collect, x)
     return leaves
 
 
@@ -208,10 +213,10 @@ class Graph:
             for before, after in node.writes:
                 fed = before not in env or self.values[before].storage in fed_storages
                 env[after] = env[before] = fill(Ref(before)).clone() if fed else env[before]
-            func, filled = node.func, mapped(fill, (args, kwargs))
+            func, filled = node.func, tree_map(fill, (args, kwargs))
             if exact:
                 func = Tensor.double if node.name in _CASTS else func
-                filled = mapped(_double, filled)
+                filled = tree_map(_double, filled)
             out = func(*filled[0], **filled[1])
             env.update(zip(node.out, [out] if node.single else tensors(out), strict=False))
             for v in [v for v in node.refs() if last.get(v) == i]:
@@ -279,13 +284,14 @@ class SmallSizes(NamedTuple):
             args = parts[: self.small[len(parts)]], *args[1:]
         if node.name in SIZED:
             full = args, kwargs
-            args, kwargs = mapped(lambda x: self.small.get(x, x) if type(x) is int else x, full)
+            args, kwargs = tree_map(lambda x: self.small.get(x, x) if type(x) is int else x, full)
         return args, kwargs
 
     def cut(self, value: Value) -> Tensor:
         """A tensor of the call, as much of it as these sizes hold; drawn where it is unknown."""
         x, shape = value.data, self.shape(value.shape)
         if x is None or x.dim() != len(shape) or any(map(operator.lt, x.shape, shape)):
-            x = torch.randn(shape, device=value.device)
-            return value.laid((x if value.dtype.is_floating_point else x < -0.5).to(value.dtype))
-        return value.laid(x.detach()[tuple(map(slice, shape))])
+            drawn = torch.randn(shape, device=value.device)
+            drawn = drawn if value.dtype.is_floating_point else drawn < -0.5
+            return value.with_layout(drawn.to(value.dtype))
+        return value.with_layout(x.detach()[tuple(map(slice, shape))])

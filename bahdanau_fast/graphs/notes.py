@@ -1,11 +1,11 @@
-"""Graphs of calls: that ``torch.compile`` captured, or of a first call while it runs."""
+"""Graphs of calls: one that ``torch.compile`` captured, or one recorded while the calls run."""
 
 from __future__ import annotations
 
 import operator
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from bahdanau_fast.graphs.graph import ACTIVATIONS, SIZED, Graph, Node, Ref, mapped, state, tensors
+from bahdanau_fast.graphs.graph import (
+    ACTIVATIONS,
+    SIZED,
+    Graph,
+    Node,
+    Ref,
+    state,
+    tensors,
+    tree_map,
+)
 
 __all__ = ["CallRecorder", "GraphNotes", "writes"]
 
@@ -24,7 +33,7 @@ _IN_PLACE = {f"i{name}" for name in (
     "rshift", "matmul",
 )}  # fmt: skip
 _NAMES = {"_get_data_attr": "detach"}
-# What asks for no values.
+# Functions that read no values of a tensor.
 _QUERIES = {
     *("size", "dim", "numel", "__len__", "__hash__", "stride", "is_floating_point"),
     *("shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "is_contiguous"),
@@ -32,10 +41,10 @@ _QUERIES = {
 
 
 class GraphNotes:
-    """A graph of ``torch.fx`` as one of ours.
+    """A graph of ``torch.fx`` as a :class:`Graph`.
 
     Attributes:
-        graph: of ours; the last call is what the graph returns, a reader of all of that.
+        graph: its last call reads all that the graph returns.
         calls: the fx node of each call.
         makers: the fx node of each tensor, by number.
     """
@@ -87,7 +96,7 @@ class GraphNotes:
     def _call(self, node: Any, name: str, value: Any, current: Any, pinned: bool) -> Any:
         graph, refs, maker = self.graph, self._refs, len(self.graph.nodes)
         args, kwargs = (
-            mapped(lambda x: refs.get(x) if isinstance(x, fx.Node) else x, part)
+            tree_map(lambda x: refs.get(x) if isinstance(x, fx.Node) else x, part)
             for part in (node.args, node.kwargs)
         )
         if name == "getitem" and type(args[0]) is tuple:
@@ -128,12 +137,24 @@ def _example(node: Any) -> Any:
 def _line(node: fx.Node) -> str:
     """File and line of the user's code that made a node; empty for operators of this package."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    for words in [line.split('"') for line in lines[::-1] if line.startswith("File")]:
-        path = Path(words[1])
+    frames = [line.split('"') for line in reversed(lines) if line.startswith('File "')]
+    return _user_line((frame[1], frame[2].split()[2].rstrip(",")) for frame in frames)
+
+
+def _running_line() -> str:
+    """The same of the code that is running."""
+    stack = traceback.walk_stack(sys._getframe(1))
+    return _user_line((frame.f_code.co_filename, line) for frame, line in stack)
+
+
+def _user_line(frames: Iterable[tuple[str, Any]]) -> str:
+    """The innermost of frames, in that order, that is of the user's; none behind an operator."""
+    for name, line in frames:
+        path = Path(name)
         if path.is_relative_to(_OURS):
             break
         if not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE):
-            return f"{Path(words[1]).name}:{words[2].split()[2].rstrip(',')}"
+            return f"{path.name}:{line}"
     return ""
 
 
@@ -171,7 +192,7 @@ class CallRecorder(TorchFunctionMode):
         if name in _QUERIES:
             return func(*args, **kwargs)
         maker, before = len(graph.nodes), state()
-        recorded = mapped(lambda x: self.ref(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        recorded = tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, (args, kwargs))
         result = func(*args, **kwargs)
         refs = tensors(recorded)
         wrote_to = tensors(writes(func, name, args, kwargs))
@@ -181,7 +202,7 @@ class CallRecorder(TorchFunctionMode):
         out = [n for _, n in wrote] if name == "__setitem__" else []
         numbered = [(t, graph.find(t)) for t in results]
         out += [graph.add(t, maker, constant=constant) if n is None else n for t, n in numbered]
-        source = _source() if name.strip("_") in ACTIVATIONS else ""
+        source = _running_line() if name.strip("_") in ACTIVATIONS else ""
         single = isinstance(result, Tensor)
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         name, (args, kwargs) = name.strip("_"), recorded
@@ -194,14 +215,3 @@ class CallRecorder(TorchFunctionMode):
         """The number of a tensor, an old or a new one."""
         ref = self.graph.find(x)
         return self.graph.add(x, constant=isinstance(x, nn.Parameter)) if ref is None else ref
-
-
-def _source() -> str:
-    """File and line of the user's code that is running; empty for operators of this package."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_OURS):
-            break
-        if not path.is_relative_to(_PACKAGE) and not path.is_relative_to(_TORCH):
-            return f"{path.name}:{line}"
-    return ""

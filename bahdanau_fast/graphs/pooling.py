@@ -14,18 +14,18 @@ import torch
 from bahdanau_fast.graphs.axes import ScoreAxes
 from bahdanau_fast.graphs.graph import Graph, Node
 from bahdanau_fast.graphs.piece import Addend
-from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, back
+from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, trace_back
 
-__all__ = ["Pooling", "drops", "projects"]
+__all__ = ["Pooling", "activates_projection", "drops"]
 
 _ACTIVATIONS = {"tanh", "relu"}  # the gate is of tanh alone
 
 
-def projects(graph: Graph, anchor: int) -> bool:
+def activates_projection(graph: Graph, anchor: int) -> bool:
     """Whether a call activates a product with a parameter, as which pooling begins."""
     node, values = graph.nodes[anchor], graph.values
     usual = node.name in _ACTIVATIONS and node.refs() and node.source
-    leaves = back(graph, node.refs()[0])[1] if usual else []
+    leaves = trace_back(graph, node.refs()[0])[1] if usual else []
     nodes = [graph.nodes[i] for i in (values[v].maker for v in leaves) if i is not None]
     return any(
         n.name in CONTRACTIONS and any(values[v].constant for v in n.operands()) for n in nodes
@@ -68,17 +68,17 @@ class Pooling(ScoreAxes):
         others = [ref for ref in n.operands() if ref != v]
         if n.name not in PRODUCTS or n.writes or not n.single or len(others) != 1:
             return none
-        more, (other, *_) = back(self.graph, others[0], self.pinned, lambda _, m: _idle(m))
+        more, (other, *_) = trace_back(self.graph, others[0], self.pinned, lambda _, m: _idle(m))
         maker, alike = values[other].maker, self.shape(other) == self.shape(v) == self.shape(out)
         if maker is None or maker in self.pinned or not alike:
             return none
         if nodes[maker].name != "sigmoid" or nodes[maker].writes:
             return none
         more |= {j for j in values[other].users if _idle(nodes[j])}
-        p.late |= ids | more | {maker}
+        p.deferred |= ids | more | {maker}
         return out, nodes[maker].refs()[0]
 
-    def pools(self) -> bool:
+    def find_pooling(self) -> bool:
         """Whether rows are projected by parameters and nothing is added, nor gated by others."""
         p, values = self.p, self.graph.values
         sides = [self._with_bias(side) for side in (p.addends, p.gate) if side]
@@ -86,14 +86,14 @@ class Pooling(ScoreAxes):
             return False
         (first, *_), *_ = terms = sides
         weights = [p.vector, *(-1 if e.w is None else e.w for (e,) in terms)]
-        p.pools = (
+        p.is_pooling = (
             all(v >= 0 and values[v].constant for v in weights)
             and all(e.x == first.x and torch.equal(e.rows, first.rows) for (e,) in terms)
             and p.vector_starts == [*range(0, values[p.vector].numel, p.hidden)]
         )
-        p.addends, *gates = sides if p.pools else [p.addends, p.gate]
+        p.addends, *gates = sides if p.is_pooling else [p.addends, p.gate]
         p.gate = gates[0] if gates else []
-        return p.pools
+        return p.is_pooling
 
     def _with_bias(self, addends: list[Addend]) -> list[Addend]:
         """A projection, with a vector that is added to it as its bias."""

@@ -1,7 +1,8 @@
-"""What nodes do with their tensors, asked by sending numbers through them, at small sizes.
+"""What nodes do with their tensors, found by evaluating them on chosen numbers, at small sizes.
 
-There are no rules for axes. The numbers of its elements are sent through calls that only move or
-add data, random ones through contractions: that shows where every element ends up.
+No rules say what a function does with axes. Calls that only move or add data are evaluated on a
+tensor of the indices of its elements, contractions on random numbers: that shows where every
+element ends up.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, Node, NotFusable, SmallSizes, require
 
-__all__ = ["CONTRACTIONS", "MAX_PARTS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "back",
-           "by_row", "small_sizes"]  # fmt: skip
+__all__ = ["CONTRACTIONS", "MAX_PARTS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "by_row",
+           "small_sizes", "trace_back"]  # fmt: skip
 
 VIEWS = {
     *("view", "reshape", "permute", "transpose", "t", "T", "mT", "unsqueeze", "squeeze", "flatten"),
@@ -35,7 +36,7 @@ CONTRACTIONS = {
     *("linear", "matmul", "bmm", "mm", "mv", "einsum", "sum", "tensordot", "inner"),
     *("conv1d", "conv2d", "addmm"),
 }
-_AFTER = VIEWS | PRODUCTS | QUOTIENTS | CONTRACTIONS | {
+_BEHIND_SCORES = VIEWS | PRODUCTS | QUOTIENTS | CONTRACTIONS | {
     *("add", "sub", "softmax", "masked_fill", "dropout", "where", "setitem", "exp", "max", "amax"),
     *("detach", "expand", "expand_as", "repeat", "type_as", "to"),
 }  # fmt: skip
@@ -53,11 +54,11 @@ def _moves(graph: Graph, node: Node) -> bool:
     return node.name in _MOVES and (node.single or node.name == "broadcast_tensors")
 
 
-def back(
+def trace_back(
     graph: Graph, number: int, pinned: Collection[int] = (),
     moves: Callable[[Graph, Node], bool] = _moves,
 ) -> tuple[set[int], list[int]]:  # fmt: skip
-    """Calls that only move or add data, back from a tensor, and the tensors where they begin."""
+    """The calls that only move or add data, from a tensor back to leaves, and these."""
     ids: set[int] = set()
     leaves: list[int] = []
     todo = [number]
@@ -73,7 +74,7 @@ def back(
 
 
 def small_sizes(graph: Graph, anchor: int, unlike: SmallSizes | None = None) -> SmallSizes:
-    """Sizes to look around an activation with, ``unlike`` others."""
+    """Small sizes for what is around an activation, ``unlike`` others."""
     node = graph.nodes[anchor]
     seen, after, todo = {*node.out}, [*node.out], node.refs()
     joined: set[int] = set()
@@ -89,14 +90,14 @@ def small_sizes(graph: Graph, anchor: int, unlike: SmallSizes | None = None) -> 
                 joined.update(n for sizes in axes if len({*sizes}) > 1 for n in sizes)
     for v in itertools.islice(after, 16):
         for user in [graph.nodes[i] for i in graph.values[v].users if i >= anchor]:
-            if user.name in _AFTER:
+            if user.name in _BEHIND_SCORES:
                 seen.update(user.refs(), user.out)
                 after += user.out
     return SmallSizes.of([graph.values[v] for v in seen], joined, unlike)
 
 
 class Probe:
-    """Questions to a graph, at small sizes; nothing is sent through calls that are pinned."""
+    """Evaluates parts of a graph at small sizes; calls that are pinned are leaves."""
 
     def __init__(self, graph: Graph, sizes: SmallSizes, pinned: set[int]) -> None:
         self.graph, self.sizes, self.pinned = graph, sizes, pinned
@@ -110,8 +111,8 @@ class Probe:
         """A tensor that nodes make of others."""
         nodes = [self.graph.nodes[i] for i in ids]
         feed = self.zeros(v for n in nodes for v in n.refs() if v not in n.operands()) | feed
-        laid = {v: self.graph.values[v].laid(x) for v, x in feed.items()}
-        result = self.graph.evaluate(ids, laid, [output], self.sizes)[0]
+        feed = {v: self.graph.values[v].with_layout(x) for v, x in feed.items()}
+        result = self.graph.evaluate(ids, feed, [output], self.sizes)[0]
         require(result.shape == self.shape(output), "its sizes depend on each other")
         return result
 
@@ -123,8 +124,8 @@ class Probe:
         """Random numbers in place of a tensor."""
         return torch.rand(self.shape(number), dtype=_F64, generator=self.generator)
 
-    def numbered(self, number: int) -> Tensor:
-        """The numbers of its elements, from zero, in place of a tensor."""
+    def indices(self, number: int) -> Tensor:
+        """The indices of its elements, from zero, in place of a tensor."""
         shape = self.shape(number)
         return torch.arange(math.prod(shape), dtype=_F64).view(shape)
 
@@ -140,14 +141,14 @@ class Probe:
             one = self.run(ids, zero | {v: zero[v] + 1}, target)
             factors = one[one != 0].unique()
             require(len(factors) == 1, "is scaled unevenly")
-            index = self.run(ids, zero | {v: self.numbered(v) + 1}, target) / factors
+            index = self.run(ids, zero | {v: self.indices(v) + 1}, target) / factors
             require(torch.allclose(index, index.round(), rtol=0, atol=1e-6), "mixes its elements")
             sources.append((v, index.round().long() - 1, float(factors)))
         return sources
 
     def parts(self, v: int, axis: int, limit: int = MAX_PARTS) -> tuple[set[int], list[Any]]:
         """What a tensor is joined, added or a view of: calls; and (number, rows, columns) each."""
-        ids, leaves = back(self.graph, v, self.pinned)
+        ids, leaves = trace_back(self.graph, v, self.pinned)
         try:
             require(len(leaves) <= limit, "is made of several")
             parts: list[Any] = []
@@ -159,7 +160,7 @@ class Probe:
                 require(whole, "is in some rows alone")
                 parts.append((leaf, index[:, columns], columns))
         except NotFusable:
-            return set(), [(v, by_row(self.numbered(v).long(), axis), slice(None))]
+            return set(), [(v, by_row(self.indices(v).long(), axis), slice(None))]
         return ids, parts
 
     def contracted(

@@ -16,7 +16,7 @@ from bahdanau_fast.graphs.graph import Graph, SmallSizes, State, require, state
 from bahdanau_fast.graphs.piece import Piece
 from bahdanau_fast.graphs.plan import FusedPlan, plan
 
-__all__ = ["apart", "as_before", "prove"]
+__all__ = ["in_state", "isolated", "prove"]
 
 # Elements of the largest sum that is tried in its full sizes, too.
 _SMALL = 1 << 16
@@ -27,8 +27,8 @@ _ROUNDINGS = 256
 
 
 @contextlib.contextmanager
-def as_before(then: State) -> Iterator[None]:
-    """Gradients and autocast as they were at a call."""
+def in_state(then: State) -> Iterator[None]:
+    """Gradients, autocast and inference mode as they were at a call."""
     with contextlib.ExitStack() as stack:
         if then != state():
             stack.enter_context(torch.inference_mode(then.inference))
@@ -41,8 +41,8 @@ def as_before(then: State) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """No random number, inference mode or hook on what is saved of the user's is in a trial."""
+def isolated(device: torch.device) -> Iterator[None]:
+    """A trial draws no random number of the user's, and is in none of his modes and hooks."""
     gpus = [device.index or 0] if device.type == "cuda" else []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.random.fork_rng(gpus), torch.inference_mode(False), hooks:
@@ -50,23 +50,24 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 class _Trial:
-    """A piece at some sizes, plain and fused, on the same leaves."""
+    """A piece at some sizes, as it was written and by the operator, on the same inputs."""
 
     def __init__(self, graph: Graph, piece: Piece, plan: FusedPlan, sizes: SmallSizes) -> None:
         self.graph, self.piece, self.plan, self.sizes = graph, piece, plan, sizes
-        self.before = piece.before | piece.truths - piece.late
-        self.ids = {*piece.late, *self.before, piece.end}
+        self.before = piece.immediate | piece.mask_calls - piece.deferred
+        self.ids = {*piece.deferred, *self.before, piece.end}
         self.state = graph.nodes[piece.end].state._replace(inference=False)
         self.outputs = piece.outputs
         read = {*plan.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
         self.read = sorted(v for v in read if graph.values[v].maker not in self.ids)
-        self.errors: dict[int, tuple[float, float, float]] = {}  # plain, fused, the largest
+        # By output or gradient: errors of both, plain first, and the largest exact element.
+        self.errors: dict[int, tuple[float, float, float]] = {}
 
     def leaves(self, tries: int = 100) -> dict[int, Tensor]:
-        """Inputs: truths are truths, and no row is hidden."""
+        """Drawn inputs that the operator serves: binary where it assumes that."""
         require(tries, "its mask hides all that is drawn")
         leaves = {v: self.sizes.cut(self.graph.values[v]) for v in self.read}
-        for v in leaves.keys() & self.piece.assumed:
+        for v in leaves.keys() & self.piece.assumed_binary:
             leaves[v] = (leaves[v] > 0).to(leaves[v].dtype)
         try:
             self.run(leaves, True)
@@ -82,7 +83,7 @@ class _Trial:
             then = then._replace(autocast=())
         learnt = [v for v in leaves if then.grad and graph.values[v].requires_grad]
         leaves = {**leaves, **{v: leaves[v].clone().requires_grad_() for v in learnt}}
-        with as_before(then):
+        with in_state(then):
             if fused:
                 inputs = graph.evaluate(self.before, leaves, self.plan.inputs, self.sizes)
                 outs = [t for t in self.plan.run(*inputs) if t is not None]
@@ -132,7 +133,7 @@ def prove(graph: Graph, piece: Piece, sizes: SmallSizes) -> None:
     if graph.values[piece.activated].numel <= _SMALL and sizes.small and not graph.symbols:
         full = plan(graph, piece, sizes, sizes.full, shared)
         trials.append(_Trial(graph, piece, full, SmallSizes({})))
-    with apart(graph.values[piece.activated].device):
+    with isolated(graph.values[piece.activated].device):
         for trial in trials:
             same = any(trial.judge(trial.leaves()) for _ in range(_DRAWS))
             worst = max(error for _, error, _ in trial.errors.values())

@@ -12,33 +12,33 @@ from torch import fx
 
 from bahdanau_fast.graphs.attend import NotServed
 from bahdanau_fast.graphs.caches import Shared
-from bahdanau_fast.graphs.find import pools, summed
-from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, mapped, require
+from bahdanau_fast.graphs.find import activates_sum, is_pooling
+from bahdanau_fast.graphs.graph import ACTIVATIONS, Graph, Ref, require, tree_map
 from bahdanau_fast.graphs.notes import GraphNotes
 from bahdanau_fast.graphs.piece import Piece
 from bahdanau_fast.graphs.plan import FusedPlan, find_plan
-from bahdanau_fast.graphs.prove import apart, prove
+from bahdanau_fast.graphs.prove import isolated, prove
 
 __all__ = ["Rewriter"]
 
 
 class Rewriter:
-    """A graph in which pieces become operators, one after the other."""
+    """A graph in which pieces become operators: :meth:`find` and :meth:`insert` them in turn."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], shared: Shared) -> None:
-        self.module, self.shared = _with_sizes_of_inputs(graph), shared
+        self.module, self.shared = _sizes_from_inputs(graph), shared
         self.notes = GraphNotes(self.module, inputs)
         self._proved: set[Any] = set()
         self._graph: fx.Graph | None = None  # a copy with operators in it
-        self._whole = True
+        self._consistent = True  # no insertion has failed half way
 
     def activations(self) -> list[int]:
         """Calls that activate a sum, or what scores of pooling are of."""
         graph = self.notes.graph
         nodes = enumerate(graph.nodes)
         sums = [i for i, n in nodes if n.name in ACTIVATIONS]
-        with apart(torch.device("cpu")):
-            return [i for i in sums if summed(graph, i)[0] or pools(graph, i)]
+        with isolated(torch.device("cpu")):
+            return [i for i in sums if activates_sum(graph, i)[0] or is_pooling(graph, i)]
 
     def source(self, anchor: int) -> str:
         """File and line of the user's code."""
@@ -48,27 +48,27 @@ class Rewriter:
         """The piece around an activation, and its plan, proved."""
         graph = self.notes.graph
         device = graph.values[graph.nodes[anchor].out[0]].device
-        with apart(device):
+        with isolated(device):
             # Whether a mask is of truths is tested where that costs no wait.
             checked = eager and device.type == "cpu"
             piece, plan, sizes = find_plan(graph, anchor, self.shared, checked)
-            form = plan.text, _form(graph, sorted({*piece.late, piece.end}))
-            if form not in self._proved:  # as steps of a loop are
+            signature = plan.text, _signature(graph, sorted({*piece.deferred, piece.end}))
+            if signature not in self._proved:  # steps of a loop have the same one
                 prove(graph, piece, sizes)
-                self._proved.add(form)
+                self._proved.add(signature)
         return piece, plan
 
     def rewritten(self) -> fx.GraphModule:
         """The graph with what was put into it; as it came where nothing was."""
         if self._graph is None:
             return self.module
-        require(self._whole, "a piece was put in half")
+        require(self._consistent, "a piece was put in half")
         self._graph.lint()
         for node in self._graph.find_nodes(op="placeholder"):
             node.meta.pop("grapharg", None)  # which holds a tensor of the user's
         return fx.GraphModule(self.module, self._graph)
 
-    def put(self, piece: Piece, plan: FusedPlan, traced: fx.Graph | None = None) -> None:
+    def insert(self, piece: Piece, plan: FusedPlan, traced: fx.Graph | None = None) -> None:
         """The operator in place of a piece, in a copy of the graph."""
         notes = self.notes
         if self._graph is None:
@@ -77,20 +77,20 @@ class Rewriter:
             notes.calls = [copied[node] for node in notes.calls]
             notes.makers = {number: copied[node] for number, node in notes.makers.items()}
         new, calls, nodes = self._graph, notes.calls, notes.makers
-        self._whole = False
-        fused, outs = {*piece.late, piece.end}, piece.outputs
+        self._consistent = False
+        fused, outs = {*piece.deferred, piece.end}, piece.outputs
         results: Any
-        with new.inserting_before(calls[piece.first]):
+        with new.inserting_before(calls[piece.insert_before]):
             inputs = [nodes[number] for number in plan.inputs]
-            if piece.certain and not piece.assumed:
+            if piece.unconditional and not piece.assumed_binary:
                 source = plan.graph if traced is None else traced
                 copies = dict(zip(source.find_nodes(op="placeholder"), inputs, strict=True))
                 results = new.graph_copy(source, copies)
             else:
                 either = _Either(plan, [calls[i] for i in sorted(fused)], [nodes[v] for v in outs])
                 both = new.call_function(either, (*inputs, *either.inputs))
-                results = [new.call_function(_item, (both, i)) for i in range(len(outs))]
-        stay = _staying(notes.graph, piece)
+                results = [new.call_function(operator.getitem, (both, i)) for i in range(len(outs))]
+        stay = _calls_that_stay(notes.graph, piece)
         gone = [calls[i] for i in sorted(fused - stay)]
         for number, out in zip(outs, results, strict=False):
             nodes[number].replace_all_uses_with(out, lambda user: user not in gone)
@@ -103,11 +103,11 @@ class Rewriter:
         for call in reversed(gone):
             if not call.users:
                 new.erase_node(call)
-        self._whole = True
+        self._consistent = True
 
 
-def _with_sizes_of_inputs(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph in which sizes are read of its inputs alone, where these have them."""
+def _sizes_from_inputs(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with calls of ``size`` replaced by inputs that are such a size."""
     if not module.graph.find_nodes(op="call_method", target="size"):
         return module
     graph = copy.deepcopy(module.graph)
@@ -146,19 +146,15 @@ def _replace(user: fx.Node, old: fx.Node, new: Any) -> None:
     user.args, user.kwargs = args, kwargs
 
 
-def _item(results: Any, i: int) -> Any:
-    return results[i]
-
-
-def _staying(graph: Graph, piece: Piece) -> set[int]:
-    """Views of the weights that others read, and those that they are views of."""
-    stay, todo = set[int](), [*piece.views]
+def _calls_that_stay(graph: Graph, piece: Piece) -> set[int]:
+    """The calls that make views of the weights for others, and what these are views of."""
+    stay, todo = set[int](), [*piece.weight_views]
     while todo:
         i = todo.pop()
         if i not in stay:
             stay.add(i)
             makers = [graph.values[v].maker for v in graph.nodes[i].refs() if v != piece.weights]
-            todo += [j for j in makers if j in piece.late]
+            todo += [j for j in makers if j in piece.deferred]
     return stay
 
 
@@ -194,7 +190,7 @@ class _Either:
             return self._plain(*inputs[self._n :])
 
 
-def _form(graph: Graph, calls: list[int]) -> Any:
+def _signature(graph: Graph, calls: list[int]) -> Any:
     """What is equal for calls that compute the same on other tensors."""
     aliases: dict[int, int] = {}
 
@@ -202,7 +198,7 @@ def _form(graph: Graph, calls: list[int]) -> Any:
         return f"#{aliases.setdefault(x, len(aliases))}" if type(x) is Ref else x
 
     nodes = [graph.nodes[i] for i in calls]
-    texts = [repr((n.name, mapped(alias, (n.args, n.kwargs)), n.state)) for n in nodes]
+    texts = [repr((n.name, tree_map(alias, (n.args, n.kwargs)), n.state)) for n in nodes]
     values = [graph.values[v] for v in aliases]
     kinds = [(v.dtype, v.device, v.requires_grad, v.shape, v.constant) for v in values]
     return tuple(texts), tuple(kinds)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, Node, Ref, require
 from bahdanau_fast.graphs.piece import Piece, ScoreMask
-from bahdanau_fast.graphs.probe import PRODUCTS, QUOTIENTS, VIEWS, Probe, back
+from bahdanau_fast.graphs.probe import PRODUCTS, QUOTIENTS, VIEWS, Probe, trace_back
 
 __all__ = ["Softmax"]
 
 # A filled score of at most this is hidden by the softmax.
 _HIDDEN = -1e4
-# Calls that make masks of truths, element by element.
+# Calls that make masks of binary tensors, element by element.
 _BY_ELEMENT = VIEWS | PRODUCTS | {
     *("add", "sub", "rsub", "neg", "to", "type", "type_as", "double", "half", "bfloat16", "log"),
     *("int", "long", "masked_fill", "where", "ones_like", "zeros_like", "full", "full_like"),
@@ -33,44 +33,46 @@ class Softmax(Probe):
     """From scores to their weights."""
 
     p: Piece
-    end: int  # calls before this one are looked at
-    index: Tensor  # which score is where in what follows them
-    key_index: Tensor | None = None  # (scores,), which key each is of
-    checked: bool  # each call may test whether masks hold truths
+    end: int  # only calls before this one are read
+    index: Tensor  # the scores' indices, moved as the scores are by calls up to now
+    key_index: Tensor | None = None  # (scores,), the key of a score within its row
+    checked: bool  # calls of the operator may test whether a mask is binary
 
     def softmax(self) -> None:
         """Go on from the scores to their weights."""
         p, v = self.p, self.p.scores
         require(not p.masks, "is multiplied")
-        p.late.add(p.end)
+        p.deferred.add(p.end)
         while p.weights is None or self._unnormalised(v):
             v = self._step(v)
-        p.certain = p.exact and all(mask.hides in ("true", "false") for mask in p.masks)
-        require(self.checked or (p.certain and not p.assumed), "its mask is not of truths alone")
+        hides = {mask.hides for mask in p.masks}
+        p.unconditional = p.hidden_rows_match and hides <= {"true", "false"}
+        untested = p.unconditional and not p.assumed_binary
+        require(self.checked or untested, "its mask is not of truths alone")
 
     def _step(self, v: int) -> int:
         """Take the next call behind the scores, or behind the exponentials."""
-        p, (v, i) = self.p, self._next(v)
+        p, (v, i) = self.p, self._next_reader(v)
         n = self.graph.nodes[i]
-        p.late.add(i)
+        p.deferred.add(i)
         (out,) = n.out
         if p.weights is not None:
             require(self._masked(n, v), "is changed otherwise")
             p.weights = out
         elif n.name == "softmax":
-            self._over(n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else None))
+            self._softmax_over(n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else None))
             p.weights = out
         elif n.name == "exp":
-            p.weights, p.exact = out, False
+            p.weights, p.hidden_rows_match = out, False
         elif n.name in VIEWS | _CASTS and len(n.operands()) == 1:
             require(self.graph.values[out].dtype is self.graph.values[v].dtype, "is cast")
             before, self.index = self.index, self.run([i], {v: self.index}, out).long()
             require(self.index.numel() == before.numel(), "is cut")
         elif not self._masked(n, v):
-            self._scaled(n, v)
+            self._add_score_op(n, v)
         return out
 
-    def _scaled(self, n: Node, v: int) -> None:
+    def _add_score_op(self, n: Node, v: int) -> None:
         """Scores are added to, multiplied or divided by one number."""
         p, refs = self.p, n.refs()
         by = n.args[1] if len(n.args) > 1 else None
@@ -91,13 +93,13 @@ class Softmax(Probe):
             far = far * factor if how == "*" or not factor else far / factor
             require(far <= _HIDDEN, "is changed behind a mask")
             p.fill = far
-        p.after.append((str(how), by))
+        p.score_ops.append((str(how), by))
 
-    def _next(self, v: int) -> tuple[int, int]:
+    def _next_reader(self, v: int) -> tuple[int, int]:
         """The call that reads a tensor next, and what it reads of it."""
         p, nodes, values = self.p, self.graph.nodes, self.graph.values
         users = [i for i in values[v].users if v in nodes[i].operands()]
-        users = [i for i in users if not (p.pools and nodes[i].name == "output")]
+        users = [i for i in users if not (p.is_pooling and nodes[i].name == "output")]
         names = [nodes[i].name for i in users]
         if len(users) == 2 and names[0] == "detach":  # of ``scores.data``, which is written to
             (alias,) = nodes[users[0]].out
@@ -106,15 +108,15 @@ class Softmax(Probe):
             fill = nodes[fills[0]]
             require(fill.writes and not values[fill.out[0]].users, "is read elsewhere")
             require(self._masked(fill, alias), "is changed otherwise")
-            p.late |= {users[0], fills[0]}
-            p.exact &= not fill.state.grad or p.fill == -math.inf
+            p.deferred |= {users[0], fills[0]}
+            p.hidden_rows_match &= not fill.state.grad or p.fill == -math.inf
             users = users[1:]
         elif len(users) == 2 and {*names} & {"max", "amax"} and "sub" in names:
             i, j = sorted(users)  # the largest is subtracted, which changes no weight
             views, ids = self._views(i)
             first, *others = nodes[j].refs()
             require(first == v and others[-1] in views, "is read elsewhere")
-            p.late |= ids | {i, j}
+            p.deferred |= ids | {i, j}
             (v,) = nodes[j].out
             users = values[v].users
         require(len(users) == 1 and users[0] < self.end, "is read elsewhere")
@@ -132,7 +134,7 @@ class Softmax(Probe):
                     views += n.out
         return views, ids
 
-    def _over(self, dim: Any) -> None:
+    def _softmax_over(self, dim: Any) -> None:
         index = self.index
         dim = int(index.dim() not in (0, 1, 3)) if dim is None else dim  # torch's old default
         dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
@@ -141,7 +143,7 @@ class Softmax(Probe):
         self.key_index = self._by_score(numbers)
 
     def _by_score(self, x: Tensor) -> Tensor:
-        """By score the element of what broadcasts with them as they are now."""
+        """(scores,): the elements of a tensor that broadcasts with the scores as they are now."""
         elements = torch.empty(self.index.numel(), dtype=torch.long)
         elements[self.index.reshape(-1)] = x.long().expand(self.index.shape).reshape(-1)
         return elements
@@ -161,12 +163,12 @@ class Softmax(Probe):
         if i >= self.end or nodes[i].name not in PRODUCTS:
             return False
         factor, alike = self._factor(nodes[i], v), values[nodes[i].out[0]].numel == values[v].numel
-        return alike and factor is not None and self._of_truths(factor) is not None
+        return alike and factor is not None and self._possible_values(factor) is not None
 
     def _divided(self, v: int, quotient: int, total: int) -> None:
         """Exponentials are divided by their sum over some axes."""
         p, (out,) = self.p, self.graph.nodes[quotient].out
-        ids, leaves = back(self.graph, total, moves=lambda _, n: n.name in VIEWS | _SUMS)
+        ids, leaves = trace_back(self.graph, total, moves=lambda _, n: n.name in VIEWS | _SUMS)
         require(leaves == [v], "is divided otherwise")
         ids.add(quotient)
         x = self.random(v) + 0.5
@@ -178,33 +180,33 @@ class Softmax(Probe):
             key_index[members] = torch.arange(int(members.sum())).to(key_index)
         before, self.key_index = self.key_index, self._by_score(key_index)
         require(before is None or torch.equal(before, self.key_index), "is no softmax")
-        p.late |= ids
-        p.weights, p.exact = out, False
+        p.deferred |= ids
+        p.weights, p.hidden_rows_match = out, False
 
     def _masked(self, n: Node, v: int) -> bool:
         """Whether a call hides some of the scores."""
         args, p, values = n.args, self.p, self.graph.values
         if n.name in ("masked_fill", "setitem") and args[0] == v:
             named = [n.kwargs[k] for k in ("mask", "value") if k in n.kwargs]
-            return self._filled(n, v, "true", *args[1:], *named)
+            return self._fill(n, v, "true", *args[1:], *named)
         if n.name == "where" and len(args) == 3:
             mask, b, a = args
             if n.func is Tensor.where:
                 b, mask = mask, b
             if type(b) is Ref and b == v:
-                return self._filled(n, v, "false", mask, a)
-            return type(a) is Ref and a == v and self._filled(n, v, "true", mask, b)
+                return self._fill(n, v, "false", mask, a)
+            return type(a) is Ref and a == v and self._fill(n, v, "true", mask, b)
         factor = self._factor(n, v)
         if factor is None or n.name not in PRODUCTS | {"add", "sub"}:
             return False
-        choices = self._of_truths(factor)
+        choices = self._possible_values(factor)
         if choices is None:
             return False
         numbers, assumed, ids = choices
         far = [x for x in numbers if x != 0.0]
         if n.name in PRODUCTS:
             require(numbers == {0.0, 1.0}, "is multiplied")
-            self._hide(factor, "zero")
+            self._add_mask(factor, "zero")
             if p.weights is None:  # and something far below is added then
                 users = values[n.out[0]].users
                 added = len(users) == 1 and self.graph.nodes[users[0]].name in ("add", "sub")
@@ -213,11 +215,11 @@ class Softmax(Probe):
             sign = -1.0 if n.name == "sub" else 1.0
             require(len(far) == 1 and sign * far[0] <= _HIDDEN, "is added to")
             if not any(mask.hides == "zero" for mask in p.masks):
-                p.exact &= math.isinf(far[0])
+                p.hidden_rows_match &= math.isinf(far[0])
             p.fill = -math.inf if math.isinf(far[0]) else p.fill
-            self._hide(factor, "far" if sign > 0 else "subtracted")
-        p.assumed |= assumed
-        p.truths |= ids
+            self._add_mask(factor, "nonzero")
+        p.assumed_binary |= assumed
+        p.mask_calls |= ids
         return True
 
     def _factor(self, n: Node, v: int) -> int | None:
@@ -228,18 +230,18 @@ class Softmax(Probe):
         other = int(refs[refs[0] == v])
         return None if self.graph.values[other].numel == 1 else other
 
-    def _filled(self, n: Node, v: int, hides: str, mask: Any, fill: Any) -> bool:
+    def _fill(self, n: Node, v: int, hides: str, mask: Any, fill: Any) -> bool:
         """Scores become a number where a mask says so."""
         p, values = self.p, self.graph.values
         if type(fill) is Ref:
-            numbers, assumed, ids = self._of_truths(fill) or (set[float](), set[int](), set[int]())
+            numbers, assumed, ids = self._possible_values(fill) or (set(), set(), set())
             require(len(numbers) == 1 and not assumed, "fills with several numbers")
             fill = numbers.pop()
-            p.truths |= ids
+            p.mask_calls |= ids
             like = {v}  # calls that have a shape or dtype of the scores are put off as these are
             for i in sorted(ids):
                 if like.intersection(self.graph.nodes[i].refs()):
-                    p.late.add(i)
+                    p.deferred.add(i)
                     like.update(self.graph.nodes[i].out)
         require(type(fill) in (int, float), "fills with several numbers")
         # As it is in the scores: a large number is infinite in 16 bits.
@@ -248,22 +250,23 @@ class Softmax(Probe):
         usual = type(mask) not in (int, float, tuple) and p.fill in (None, fill)
         require(usual and values[mask].dtype is torch.bool, "is filled otherwise")
         p.fill = fill
-        self._hide(mask, hides, n.name == "setitem")
+        self._add_mask(mask, hides, n.name == "setitem")
         return True
 
-    def _hide(self, number: int, hides: str, by_index: bool = False) -> None:
-        elements = self.numbered(number)
+    def _add_mask(self, number: int, hides: str, by_index: bool = False) -> None:
+        elements = self.indices(number)
         if by_index:  # of the first axes
             elements = elements.view(*elements.shape, *[1] * (self.index.dim() - elements.dim()))
         self.p.masks.append(ScoreMask(int(number), hides, self._by_score(elements)))
 
-    def _of_truths(self, number: int) -> tuple[set[float], set[int], set[int]] | None:
-        """The numbers that a tensor holds for all choices of the truths that it is made of.
+    def _possible_values(self, number: int) -> tuple[set[float], set[int], set[int]] | None:
+        """The values that a tensor may have, as it is made of binary tensors, element by element.
 
-        Then what stands for truths, and the calls; None where something else is in it.
+        Then those of them that are not boolean, which must hold 0 and 1 alone, and the calls; None
+        where it is made of anything else.
         """
         values = self.graph.values
-        ids, leaves = back(self.graph, number, moves=_is_by_element)
+        ids, leaves = trace_back(self.graph, number, moves=_is_by_element)
         assumed = {v for v in leaves if values[v].dtype is not torch.bool}
         if len(leaves) > 3 or any(values[v].requires_grad or values[v].constant for v in assumed):
             return None

@@ -137,10 +137,10 @@ def test_what_is_written_to_or_returned_is_there(name):
 def test_a_rewrite_that_fails_leaves_the_graph_before_it(rewrites, monkeypatch):
     """After some rewrites, or before any, where the graph cannot even be noted."""
     left, model, graphs = iter([True] * (rewrites or 0)), speller(), []
-    put = rewrite.Rewriter.put
+    insert = rewrite.Rewriter.insert
     if rewrites is None:
         monkeypatch.setattr(rewrite, "GraphNotes", None)
-    monkeypatch.setattr(rewrite.Rewriter, "put", lambda *x: next(left) and put(*x))
+    monkeypatch.setattr(rewrite.Rewriter, "insert", lambda *x: next(left) and insert(*x))
     same(torch.compile(model, backend=recording(graphs))(*given()), model(*given()))
     assert operators(graphs) == [rewrites or 0]
 
