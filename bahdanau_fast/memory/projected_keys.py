@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bahdanau_fast import checks
-from bahdanau_fast.memory.room import Room, joined
+from bahdanau_fast.memory.room import Room, append_rows
 from bahdanau_fast.memory.shapes import Shape, queries_as_rows, spread_queries, steps_as_rows
 from bahdanau_fast.ops import sharding
 from bahdanau_fast.ops.attention import exp_keys, fingerprint
@@ -55,10 +55,10 @@ def project(projected_keys: Tensor, table: bool) -> ProjectedKeys:
 
 
 class Maker(NamedTuple):
-    """The module and key layer of a memory, for ``attend`` to compare."""
+    """The module of a memory, and what its key layer was then, for ``attend`` to compare."""
 
     module: nn.Module
-    seen: tuple[object, ...] | None = None  # address and version of the layer's weight and bias
+    versions: tuple[object, ...] | None = None  # with addresses, of the layer's weight and bias
     sample: Tensor | None = None  # some rows of the weight, compared in every call
     sample_bytes: tuple[int, int] = (0, 0)  # fingerprint of sample and bias
     all_bytes: tuple[int, int] = (0, 0)  # fingerprint of weight and bias
@@ -71,7 +71,7 @@ class Maker(NamedTuple):
         sample = weight.detach()[:: max(1, weight.shape[0] // SAMPLED_ROWS)]
         return cls(
             module,
-            _seen(weight, bias),
+            _versions(weight, bias),
             sample,
             fingerprint.now(sample, None, bias),
             fingerprint.now(weight, None, bias),
@@ -81,12 +81,12 @@ class Maker(NamedTuple):
         """True if the key layer, now with these, has changed; False without a sample."""
         if weight is None or self.sample is None:
             return False
-        if _seen(weight, bias) == self.seen:
+        if _versions(weight, bias) == self.versions:
             return bool(fingerprint.now(self.sample, None, bias) != self.sample_bytes)
         return bool(fingerprint.now(weight, None, bias) != self.all_bytes)
 
 
-def _seen(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
+def _versions(weight: Tensor, bias: Tensor | None) -> tuple[object, ...]:
     tensors = (weight,) if bias is None else (weight, bias)
     return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
@@ -156,20 +156,20 @@ class Memory:
             need = "have a mask, torch.arange(Tk) < lens[:, None], to be appended to"
             checks.reject(ValueError, "memory", need, f"valid_lens {tuple(self.valid_lens.shape)}")
         module: Any = self.maker.module
-        keys, values = self._more(keys, values)
+        keys, values = self._checked_rows(keys, values)
         backwards = None if torch.compiler.is_compiling() else self.projected.backwards
         rows, more = (self.projected.keys, self.values), (module._keys(keys, backwards), values)
         for name, x, y in zip(("keys", "values"), rows, more, strict=True):
             if y.shape[2] != x.shape[2]:
                 need = f"have the feature size of the memory, {x.shape[2]}"
                 checks.reject(ValueError, name, need, tuple(y.shape))
-        (all_keys, all_values), room = joined(self._room, rows, more)
+        (all_keys, all_values), room = append_rows(self._room, rows, more)
         token = None if backwards is None else backwards.begin()
         projected = ProjectedKeys(all_keys, backwards=backwards, token=token)
         mask = None if self.mask is None else F.pad(self.mask, (0, keys.shape[1]), value=True)
         return replace(self, projected=projected, values=all_values, mask=mask, _room=room)
 
-    def _more(self, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _checked_rows(self, keys: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values to append, in three dimensions."""
         batch = (self.values.shape[0],) if self.batch is None else self.batch
 
@@ -222,11 +222,11 @@ class Memory:
         if batch is not None:
             numbers = torch.arange(len(self.values), device=self.values.device).view(batch)[rows]
             rows, batch = numbers.flatten(), tuple(numbers.shape)
-        every = (*self.projected[:3], self.values, self.valid_lens, self.mask)
-        taken: list[Any] = [None if x is None else x[rows] for x in every]
-        *projected, values, lens, mask = taken
+        tensors = (*self.projected[:3], self.values, self.valid_lens, self.mask)
+        selected: list[Any] = [None if x is None else x[rows] for x in tensors]
+        *projected, values, lens, mask = selected
         fields = {"valid_lens": lens, "mask": mask, "batch": batch}
-        return self._like(ProjectedKeys(*projected), values, **fields)
+        return self._with(ProjectedKeys(*projected), values, **fields)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""
@@ -235,9 +235,9 @@ class Memory:
         if keys is self.projected.keys and values is self.values:
             return self
         table = self.projected.table is not None and keys.is_cpu
-        seen = {"valid_lens": self.valid_lens, "mask": self.mask}
-        fields = {name: None if x is None else x.to(values.device) for name, x in seen.items()}
-        return self._like(project(keys, table), values, **fields)
+        visible = {"valid_lens": self.valid_lens, "mask": self.mask}
+        fields = {name: None if x is None else x.to(values.device) for name, x in visible.items()}
+        return self._with(project(keys, table), values, **fields)
 
     def detach(self) -> Memory:
         """The memory outside of the autograd graph; as :meth:`Tensor.detach`."""
@@ -245,7 +245,7 @@ class Memory:
         projected = ProjectedKeys(keys.detach(), table, keys_max)
         return replace(self, projected=projected, values=self.values.detach())
 
-    def _like(self, projected: ProjectedKeys, values: Tensor, **fields: Any) -> Memory:
+    def _with(self, projected: ProjectedKeys, values: Tensor, **fields: Any) -> Memory:
         shared = self.projected.shared
         if shared is not None:
             projected = projected.share(values, shared.w_v)

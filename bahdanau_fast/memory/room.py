@@ -1,4 +1,4 @@
-"""Rows behind other rows: in buffers with room for more, or by a copy of all."""
+"""Rows (keys and values) appended to others: in buffers with room for more, or by a copy of all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["Room", "joined"]
+__all__ = ["Room", "append_rows"]
 
 
 class Room:
-    """Buffers (B,capacity,n) that begin with the rows of memories, and are written behind them."""
+    """Buffers (B,capacity,n), one of keys and one of values, whose beginnings are memories."""
 
     __slots__ = ("_buffers", "_length", "_lock")
 
@@ -40,10 +40,10 @@ class Room:
         return [buffer.data[:, :end] for buffer in self._buffers]
 
 
-def joined(
+def append_rows(
     room: Room | None, rows: tuple[Tensor, ...], more: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Room | None]:
-    """Rows (B,T,...) and more (B,n,...) in the dtypes of the first, and the room they are in."""
+    """Rows (B,T,...) with more (B,n,...) at the end, in their dtypes, and the room they are in."""
     if (
         torch.compiler.is_compiling()
         or checks.in_transform()
@@ -53,28 +53,28 @@ def joined(
         return tuple(torch.cat((x, y.to(x.dtype)), 1) for x, y in pairs), None
     start = rows[0].shape[1]
     with torch.no_grad():
-        together = None if room is None else room.write(start, more)
-        if together is None:
+        all_rows = None if room is None else room.write(start, more)
+        if all_rows is None:
             room = Room(rows, 2 * (start + more[0].shape[1]))
-            together = room.write(start, more)
-    assert together is not None
+            all_rows = room.write(start, more)
+    assert all_rows is not None
     if checks.needs_gradient(*rows, *more):
         more = tuple(y.to(x.dtype) for x, y in zip(rows, more, strict=True))
-        return _Joined.apply(together, *rows, *more), room  # type: ignore[no-untyped-call]
-    return tuple(together), room
+        return _AppendedRows.apply(all_rows, *rows, *more), room  # type: ignore[no-untyped-call]
+    return tuple(all_rows), room
 
 
-class _Joined(torch.autograd.Function):
-    """Rows that were written behind others, as ``torch.cat`` of both."""
+class _AppendedRows(torch.autograd.Function):
+    """Buffers that hold rows and appended rows, as ``torch.cat`` of these in the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, together: list[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, all_rows: list[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.start = parts[0].shape[1]
         needed = ctx.needs_input_grad[1:]
-        constant = zip(together, needed, needed[len(together) :], strict=False)
+        constant = zip(all_rows, needed, needed[len(all_rows) :], strict=False)
         ctx.mark_non_differentiable(*(x for x, a, b in constant if not (a or b)))
-        return tuple(together)
+        return tuple(all_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
     @property
     def turned(self) -> None:
-        """Weights have their axes in order."""
+        """No other order of the weights' axes, which the layout of a fused piece may have."""
 
 
 def as_rows(
