@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +172,7 @@ _decode_outside_graphs: Callable[..., DecoderOutputs] = _decode_inputs
 
 
 def decode_greedily(
-    layers: tuple[Any, nn.Module, nn.Module, nn.Module],
+    layers: tuple[Any, RNN, nn.Module, nn.Module],
     hidden: Any,
     memory: Memory,
     special: SpecialTokens,
@@ -211,7 +211,7 @@ def explain(attention: Any, rnn: RNN, inputs: Tensor, memory: Memory) -> str:
 
 def _decoder_route(
     attention: Any,
-    rnn: nn.Module,
+    rnn: RNN,
     dtype: torch.dtype,
     memory: Memory,
     steps: int,
@@ -232,8 +232,8 @@ def _decoder_route(
         unmodified = not (w_q is None or w_v is None or dropout_p is None)
     cells = _NO_CELLS
     if unmodified:
-        layer, lstm = cast(nn.RNNBase, rnn), type(rnn) is nn.LSTM
-        cells = backends.Cells(lstm, layer.num_layers, layer.hidden_size, layer.input_size)
+        lstm = type(rnn) is nn.LSTM
+        cells = backends.Cells(lstm, rnn.num_layers, rnn.hidden_size, rnn.input_size)
     keys, values = memory.projected.keys, memory.values
     return backends.decide_decoder(unmodified, dtype, keys, values, cells, steps, generation)
 
@@ -241,7 +241,7 @@ def _decoder_route(
 def _operator_inputs(
     dtype: torch.dtype,
     attention: AdditiveAttention,
-    rnn: nn.Module,
+    rnn: RNN,
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
@@ -260,7 +260,7 @@ def _operator_inputs(
         values=memory.values,
         w_query=attention.W_q.weight,
         w_v=attention.w_v.weight,
-        layers=tuple(map(tuple, rnn.all_weights)),  # type: ignore[arg-type]
+        layers=tuple(map(tuple, rnn.all_weights)),
     )
     if lens is not None and lens.dim() == 2:  # of one query
         lens = lens.squeeze(1)
@@ -291,7 +291,7 @@ def _decode_by_operator(
     return DecoderOutputs(decoded.features, decoded.weights, last)
 
 
-def _dtypes(rnn: nn.Module, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes:
+def _dtypes(rnn: RNN, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes:
     """Results have the dtypes that single steps give them, though ``dtype`` is computed in."""
     autocast = checks.autocast_dtype(inputs.device)
     if autocast is None or dtype == torch.float64:

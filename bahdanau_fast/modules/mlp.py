@@ -40,12 +40,7 @@ class MLPAttention(AdditiveAttention):
     _query_layer, _key_layer, _score_layer = "W_k", "W_q", "v"
 
     def __init__(
-        self,
-        units: int,
-        ipt_dim: int,
-        dropout: float = 0.0,
-        *,
-        cache_keys: bool = True,
+        self, units: int, ipt_dim: int, dropout: float = 0.0, *, cache_keys: bool = True
     ) -> None:
         Additive.__init__(self, units, dropout)
         self._remember(cache_keys)

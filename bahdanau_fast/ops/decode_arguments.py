@@ -17,7 +17,6 @@ from torch import Tensor
 
 __all__ = [
     "Arguments",
-    "BatchedConcat",
     "DecoderInputs",
     "Dtypes",
     "NonDifferentiable",
@@ -109,8 +108,7 @@ class DecoderInputs(NamedTuple):
         context, rest = w_ih.split([sizes[1], w_ih.shape[1] - sizes[1]], 1)
         w_ih = torch.cat((F.pad(context, (0, v)), rest), 1)
         weights = pad_gates(w_ih, 0, 0), pad_gates(w_hh, 0, h)
-        return DecoderInputs(
-            inputs=a.inputs,
+        return a._replace(
             hidden=F.pad(a.hidden, (0, h)),
             cell=None if a.cell is None else F.pad(a.cell, (0, h)),
             keys=F.pad(a.keys, (0, f)),
@@ -183,7 +181,7 @@ def concat_rows(dtype: torch.dtype, *blocks: RowBlock) -> Tensor:
     return cast[0] if len(cast) == 1 else torch.cat(cast)
 
 
-class BatchedConcat:
+class _BatchedConcat:
     """As :func:`concat_rows`, of many tensors by one foreach call at the end; without gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -213,10 +211,10 @@ class BatchedConcat:
 
 
 def operator_arguments(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
-    """What the operators take; on a GPU by :class:`BatchedConcat`, which autograd does not see."""
+    """What the operators take; on a GPU by :class:`_BatchedConcat`, which autograd does not see."""
     if inputs.keys.is_cpu:
         return inputs.in_operator_order(dtype, partial(concat_rows, dtype))
-    concat = BatchedConcat(dtype)
+    concat = _BatchedConcat(dtype)
     arguments = inputs.in_operator_order(dtype, concat)
     concat.fill()
     return arguments
@@ -224,10 +222,10 @@ def operator_arguments(inputs: DecoderInputs, dtype: torch.dtype) -> Arguments:
 
 def cast_gradients(tensors: Sequence[Any], grads: list[Any]) -> list[Tensor | None]:
     """Gradients in the dtypes of their tensors, converted in one launch for a dtype."""
-    casts: dict[torch.dtype, BatchedConcat] = {}
+    casts: dict[torch.dtype, _BatchedConcat] = {}
     for i, (x, grad) in enumerate(zip(tensors, grads, strict=True)):
         if grad is not None and grad.dtype != x.dtype:
-            cast = casts.get(x.dtype) or casts.setdefault(x.dtype, BatchedConcat(x.dtype))
+            cast = casts.get(x.dtype) or casts.setdefault(x.dtype, _BatchedConcat(x.dtype))
             grads[i] = cast(grad)
     for cast in casts.values():
         cast.fill()

@@ -101,28 +101,22 @@ class _StepLoop:
                 below = below * self._masks[i - 1, t]
             added = self._bias[i] if i else input_gates
             hidden_gates = top_gates if i + 1 == len(self.states) else self._hidden_gates(i)
-            below = self._cell(i, torch.addmm(added, below, self._w_inputs[i]), hidden_gates)
+            gates = torch.addmm(added, below, self._w_inputs[i])
+            if self.cells:
+                before = self.cells[i][-1]
+                below, cell, workspace = _aten._thnn_fused_lstm_cell(gates, hidden_gates, before)
+                self.cells[i].append(cell)
+            else:
+                before = self.states[i][-1]
+                below, workspace = _aten._thnn_fused_gru_cell(gates, hidden_gates, before)
+            self.states[i].append(below)
+            if self._keep:
+                self.workspaces[i].append(workspace)
         return below
 
     def _hidden_gates(self, i: int) -> Tensor:
         """The hidden gates of a layer in the next step, of the top layer behind its query."""
         return F.linear(self.states[i][-1], self._w_hidden[i], self._bias_hidden[i])
-
-    def _cell(self, i: int, input_gates: Tensor, hidden_gates: Tensor) -> Tensor:
-        if self.cells:
-            state, cell, workspace = _aten._thnn_fused_lstm_cell(
-                input_gates, hidden_gates, self.cells[i][-1]
-            )
-            self.cells[i].append(cell)
-        else:
-            state, workspace = _aten._thnn_fused_gru_cell(
-                input_gates, hidden_gates, self.states[i][-1]
-            )
-        self.states[i].append(state)
-        if self._keep:
-            self.workspaces[i].append(workspace)
-        result: Tensor = state
-        return result
 
 
 def forward(
@@ -327,8 +321,7 @@ class _AttentionBackward:
             seed=seed,
             **self._arguments,
         )
-        grad_queries, grad_keys, grad_values, grad_w_v, *_ = self._run(*call)
-        return [grad_queries, grad_keys, grad_values, grad_w_v]
+        return [*self._run(*call)[:4]]
 
     def _add(self, grads: list[Tensor]) -> None:
         before = self._sums

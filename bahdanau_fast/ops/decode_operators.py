@@ -55,13 +55,9 @@ def _backward_fake(
 
 def _greedy_fake(keys: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     steps = torch.library.get_ctx().new_dynamic_size(min=1)
-    return (
-        keys.new_empty((keys.shape[0], steps), dtype=torch.int64),
-        keys.new_empty(
-            (keys.shape[0], steps, keys.shape[1]),
-            dtype=torch.promote_types(keys.dtype, torch.float32),
-        ),
-    )
+    (batch, keys_len), dtype = keys.shape[:2], torch.promote_types(keys.dtype, torch.float32)
+    tokens = keys.new_empty((batch, steps), dtype=torch.int64)
+    return tokens, keys.new_empty((batch, steps, keys_len), dtype=dtype)
 
 
 _MEMORY = (
