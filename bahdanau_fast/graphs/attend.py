@@ -11,7 +11,7 @@ from torch import Tensor
 from bahdanau_fast import run
 from bahdanau_fast.call import Call
 from bahdanau_fast.graphs.caches import Shared, scaled
-from bahdanau_fast.ops.pooling import scores_and_keys
+from bahdanau_fast.ops.pool_in_chunks import scores_and_keys
 from bahdanau_fast.reference import ScoreTerms
 
 __all__ = ["FusedAttend", "FusedScore", "NotServed", "pooled", "with_contiguous_gradient"]

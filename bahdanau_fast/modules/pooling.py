@@ -20,7 +20,7 @@ from bahdanau_fast.modules.layers import (
     plain_parameters,
 )
 from bahdanau_fast.ops.context import without_autocast
-from bahdanau_fast.ops.pooling import plain_scores, products_dtype, scores_and_keys
+from bahdanau_fast.ops.pool_in_chunks import plain_scores, products_dtype, scores_and_keys
 from bahdanau_fast.run import pool
 
 __all__ = ["AttentionPooling"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bahdanau_fast import reference
 from bahdanau_fast.ops.attention import attention, terms_of
-from bahdanau_fast.ops.pooling import plain_scores, pooling_scores
+from bahdanau_fast.ops.pool_in_chunks import plain_scores, pooling_scores
 
 __all__ = ["TABLE"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bahdanau_fast.ops.attention import DROPOUT, LENS, attend_fake, gradient_like
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named_tuple
-from bahdanau_fast.ops.pooling import plain_scores, scores_of_sums
+from bahdanau_fast.ops.pool_in_chunks import plain_scores, scores_of_sums
 
 __all__ = ["pool", "pool_backward"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import bahdanau_fast as bf
-from bahdanau_fast.ops import pooling
+from bahdanau_fast.ops import pool_in_chunks
 
 B, T, TK, D, H = 3, 4, 37, 6, 8
 LENS, MASK = torch.tensor([37, 0, 12]), scattered(B, TK)
@@ -95,9 +95,9 @@ MODULES = {
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Poolings go over several chunks, and nothing is compiled yet."""
+    """Poolings in chunks have several, and nothing is compiled yet."""
     for name, size in {"PLAIN": 0, "CHUNK": 16 * H, "REMEMBERED": 0}.items():
-        monkeypatch.setattr(pooling, name, size)
+        monkeypatch.setattr(pool_in_chunks, name, size)
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -13,7 +13,7 @@ from torch import nn
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import cpu
-from bahdanau_fast.ops import pooling
+from bahdanau_fast.ops import pool_in_chunks
 
 B, TK, D, H = 3, 37, 6, 5
 LENS = torch.tensor([37, 0, 12])
@@ -51,7 +51,7 @@ def go(monkeypatch):
 
     def this(way):
         for name, size in WAYS[way].items():
-            monkeypatch.setattr(cpu if hasattr(cpu, name) else pooling, name, size)
+            monkeypatch.setattr(cpu if hasattr(cpu, name) else pool_in_chunks, name, size)
 
     return this
 
@@ -187,8 +187,8 @@ def test_backward_twice_and_vectorized(each_way):
 def test_memory(form, with_keys, monkeypatch):
     rows, hidden, size = 4096, 256, 16
     monkeypatch.setattr(cpu, "MOST_POOLED", -1)
-    monkeypatch.setattr(pooling, "CHUNK", 1 << 15)
-    monkeypatch.setattr(pooling, "REMEMBERED", 0)
+    monkeypatch.setattr(pool_in_chunks, "CHUNK", 1 << 15)
+    monkeypatch.setattr(pool_in_chunks, "REMEMBERED", 0)
     module = bf.AttentionPooling(size, hidden, **FORMS[form])
     keys = torch.randn(1, rows, size, requires_grad=with_keys)
 
@@ -207,7 +207,7 @@ def test_memory(form, with_keys, monkeypatch):
 def test_gradients_of_keys_are_one_tensor(monkeypatch):
     """The part of the weighted sum is added to, not added up beside another."""
     monkeypatch.setattr(cpu, "MOST_POOLED", -1)
-    monkeypatch.setattr(pooling, "PLAIN", 0)
+    monkeypatch.setattr(pool_in_chunks, "PLAIN", 0)
     module, keys = bf.AttentionPooling(64, 2), torch.randn(1, 4096, 64, requires_grad=True)
     loss = module(keys).sum()
     large = [size for size in allocated(loss.backward) if size >= 4 * keys.numel()]

@@ -6,7 +6,8 @@ The gate is optional. A chunk's activations are in a buffer that the next one ta
 computes them again for half of the chunks, or fewer where the others are small: that product costs
 time, and what is saved in memory traffic pays for a part of it. All of it is torch operations, on
 any device. Sums, activations and scores have no less than fp32, and products take the dtype of W;
-calls of few activations take plain operations in that dtype, as those under a transform do.
+calls of few activations take plain operations in that dtype, as those under a transform do. On the
+CPU all but the largest eager calls are ``ops.pool``.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class _Chunks:
         for start in range(0, self.rows.shape[0], self.step):
             yield slice(start, min(start + self.step, self.rows.shape[0]))
 
-    def buffer(self, name: str, rows: int, dtype: torch.dtype, width: int = 0) -> Tensor:
+    def _buffer(self, name: str, rows: int, dtype: torch.dtype, width: int = 0) -> Tensor:
         """A tensor (rows,width) that every chunk takes again; by default as wide as W is high."""
         if name not in self._buffers:
             self._buffers[name] = self.rows.new_empty(
@@ -116,45 +117,45 @@ class _Chunks:
         """Rows (n,D) in the dtype of products."""
         return self.rows[chunk].to(self.w.dtype)
 
-    def inner(self, keys: Tensor, stays: bool = False) -> Tensor:
-        """W x + b (n,H), or (n,2H) with that of the gate, in a buffer unless it ``stays``."""
-        out = self.buffer("inner", keys.shape[0], self.w.dtype)
-        out = torch.empty_like(out) if stays else out
+    def project(self, keys: Tensor, remember: bool = False) -> Tensor:
+        """W x + b (n,H), or (n,2H) with that of the gate; in a buffer, or in memory of its own."""
+        out = self._buffer("projected", keys.shape[0], self.w.dtype)
+        out = torch.empty_like(out) if remember else out
         if self.b is None:
             return torch.mm(keys, self.w.t(), out=out)
         return torch.addmm(self.b, keys, self.w.t(), out=out)
 
-    def activated(self, inner: Tensor) -> Tensor:
+    def activate(self, projected: Tensor) -> Tensor:
         """The activations, in place where the dtype is wide enough."""
         if self.w.dtype is not self.dtype:
-            inner = self.buffer("wide", inner.shape[0], self.dtype).copy_(inner)
-        inner[:, : self.hidden].tanh_()
-        inner[:, self.hidden :].sigmoid_()
-        return inner
+            projected = self._buffer("wide", projected.shape[0], self.dtype).copy_(projected)
+        projected[:, : self.hidden].tanh_()
+        projected[:, self.hidden :].sigmoid_()
+        return projected
 
-    def product(self, activations: Tensor) -> Tensor:
+    def hidden_units(self, activations: Tensor) -> Tensor:
         """What the scores are sums of: (n,H)."""
         if not self.gated:
             return activations
-        out = self.buffer("product", activations.shape[0], self.dtype, self.hidden)
+        out = self._buffer("hidden units", activations.shape[0], self.dtype, self.hidden)
         return torch.mul(*activations.split(self.hidden, 1), out=out)
 
-    def through(self, grad: Tensor, activations: Tensor) -> Tensor:
-        """The gradient of W x + b, of that of the scores (n,heads)."""
-        out, aten = self.buffer("grad", grad.shape[0], self.dtype), torch.ops.aten
-        tanh, of_tanh = activations[:, : self.hidden], out[:, : self.hidden]
-        torch.mm(grad, self.w_v, out=of_tanh)
+    def grad_projected(self, grad_scores: Tensor, activations: Tensor) -> Tensor:
+        """The gradient of W x + b, from that of the scores (n,heads)."""
+        grad, aten = self._buffer("grad", grad_scores.shape[0], self.dtype), torch.ops.aten
+        tanh, grad_tanh = activations[:, : self.hidden], grad[:, : self.hidden]
+        torch.mm(grad_scores, self.w_v, out=grad_tanh)
         if self.gated:
-            gate, of_gate = activations[:, self.hidden :], out[:, self.hidden :]
-            torch.mul(of_tanh, tanh, out=of_gate)
-            aten.sigmoid_backward.grad_input(of_gate, gate, grad_input=of_gate)
-            of_tanh.mul_(gate)
-        aten.tanh_backward.grad_input(of_tanh, tanh, grad_input=of_tanh)
-        return out
+            gate, grad_gate = activations[:, self.hidden :], grad[:, self.hidden :]
+            torch.mul(grad_tanh, tanh, out=grad_gate)
+            aten.sigmoid_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+            grad_tanh.mul_(gate)
+        aten.tanh_backward.grad_input(grad_tanh, tanh, grad_input=grad_tanh)
+        return grad
 
 
 def _forward(inputs: _Inputs, remember: bool) -> tuple[Tensor, list[Tensor]]:
-    """Scores (B,heads,Tk), and of the first chunks what :meth:`_Chunks.activated` leaves."""
+    """Scores (B,heads,Tk), and of the first chunks what :meth:`_Chunks.activate` leaves."""
     keys, remembered = inputs.keys, []
     with without_autocast(keys.device):
         chunks = _Chunks(inputs)
@@ -163,12 +164,12 @@ def _forward(inputs: _Inputs, remember: bool) -> tuple[Tensor, list[Tensor]]:
         rows = scores.view(-1, w_v_t.shape[1])
         rows_remembered = max(REMEMBERED // chunks.w.shape[0], rows.shape[0] // 2)
         for chunk in chunks:
-            stays = remember and chunk.stop <= rows_remembered
-            inner = chunks.inner(chunks.keys(chunk), stays)
-            activations = chunks.activated(inner)
-            if stays:
-                remembered.append(inner)
-            torch.mm(chunks.product(activations), w_v_t, out=rows[chunk])
+            is_remembered = remember and chunk.stop <= rows_remembered
+            projected = chunks.project(chunks.keys(chunk), is_remembered)
+            activations = chunks.activate(projected)
+            if is_remembered:
+                remembered.append(projected)
+            torch.mm(chunks.hidden_units(activations), w_v_t, out=rows[chunk])
         if inputs.b_v is not None:
             scores += inputs.b_v
         return scores.transpose(1, 2).contiguous(), remembered
@@ -184,37 +185,38 @@ def _backward(
     """Gradients as needed, None for others; that of keys is added to ``grad_keys``, in place."""
     with without_autocast(grad.device):
         chunks = _Chunks(inputs)
-        of_scores = grad.transpose(1, 2).reshape(-1, grad.shape[1]).to(chunks.dtype)
-        of_w, of_b = (torch.zeros_like(x, dtype=chunks.dtype) for x in (chunks.w, chunks.w[:, 0]))
-        of_w_v = torch.zeros_like(chunks.w_v)
+        grad_scores = grad.transpose(1, 2).reshape(-1, grad.shape[1]).to(chunks.dtype)
+        like = chunks.w, chunks.w[:, 0]
+        grad_w, grad_b = (torch.zeros_like(x, dtype=chunks.dtype) for x in like)
+        grad_w_v = torch.zeros_like(chunks.w_v)
         if needed.keys and (grad_keys is None or not grad_keys.is_contiguous()):
             zeros = torch.zeros(inputs.keys.shape, dtype=inputs.keys.dtype, device=grad.device)
             grad_keys = zeros if grad_keys is None else zeros.add_(grad_keys)
-        of_rows = None if grad_keys is None else grad_keys.view_as(chunks.rows)
-        inner_needed = needed.w or needed.b or needed.w_gate or needed.b_gate
+        grad_rows = None if grad_keys is None else grad_keys.view_as(chunks.rows)
+        layers_needed = needed.w or needed.b or needed.w_gate or needed.b_gate
         for index, chunk in enumerate(chunks):
-            keys, of_chunk = chunks.keys(chunk), of_scores[chunk]
+            keys = chunks.keys(chunk)
             if index >= len(remembered):
-                activations = chunks.activated(chunks.inner(keys))
+                activations = chunks.activate(chunks.project(keys))
             elif chunks.w.dtype is chunks.dtype:
                 activations = remembered[index]
             else:
-                activations = chunks.activated(remembered[index])
+                activations = chunks.activate(remembered[index])
             if needed.w_v:
-                of_w_v += of_chunk.t() @ chunks.product(activations)
-            if not (inner_needed or needed.keys):
+                grad_w_v += grad_scores[chunk].t() @ chunks.hidden_units(activations)
+            if not (layers_needed or needed.keys):
                 continue
-            of_inner = chunks.through(of_chunk, activations)
-            of_b += of_inner.sum(0)
-            of_inner = of_inner.to(chunks.w.dtype)
+            grad_projected = chunks.grad_projected(grad_scores[chunk], activations)
+            grad_b += grad_projected.sum(0)
+            grad_projected = grad_projected.to(chunks.w.dtype)
             if needed.w or needed.w_gate:
-                of_w += of_inner.t() @ keys
-            if of_rows is not None:
-                of_rows[chunk] += of_inner @ chunks.w
-    halves = ([half.clone() for half in x.split(chunks.hidden)] for x in (of_w, of_b))
+                grad_w += grad_projected.t() @ keys
+            if grad_rows is not None:
+                grad_rows[chunk] += grad_projected @ chunks.w
+    halves = ([half.clone() for half in x.split(chunks.hidden)] for x in (grad_w, grad_b))
     (w, *w_gate), (b, *b_gate) = halves
     gate = (w_gate or [None])[0], (b_gate or [None])[0]
-    input_grads = grad_keys, w, b, *gate, of_w_v, of_scores.sum(0)
+    input_grads = grad_keys, w, b, *gate, grad_w_v, grad_scores.sum(0)
     pairs = zip(input_grads, inputs, needed, strict=True)
     return _Inputs(
         *(x.to(like.dtype) if need and x is not None else None for x, like, need in pairs)
