@@ -1,6 +1,6 @@
 """bf.AttentionPooling: parity by chunks and without, memory, models of others, what torch does."""
 
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from bahdanau_fast.backends import cpu
 from bahdanau_fast.ops import pool_in_chunks
 
 B, TK, D, H = 3, 37, 6, 5
-LENS = torch.tensor([37, 0, 12])
+LENS = torch.tensor([300, 0, 12])
 FORMS = {
     "plain": {},
     "gated": {"gated": True},
@@ -33,7 +33,7 @@ WAYS = {
     "chunks, all": {**CHUNKS, "REMEMBERED": ALL},
     "operations": {"MOST_POOLED": -1},
     "operations in training": {"LEAST_POOLED_TO_TRAIN": ALL},
-    "one operator": {"LEAST_POOLED_TO_TRAIN": 0},
+    "one operator": {"LEAST_POOLED_TO_TRAIN": 0, "ONE_OPERATOR_WORK_TO_TRAIN": ALL},
     "projected": {
         "LEAST_POOLED_TO_TRAIN": 0,
         "ONE_OPERATOR_WORK": 0,
@@ -68,12 +68,12 @@ def chunks(go):
     go("chunks, half")
 
 
-def made(**form):
+def made(keys_len=TK, hidden=H, **form):
     torch.manual_seed(0)
-    module = bf.AttentionPooling(D, H, dtype=torch.float64, **form)
+    module = bf.AttentionPooling(D, hidden, dtype=torch.float64, **form)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    return module, torch.randn(B, TK, D, dtype=torch.float64)
+    return module, torch.randn(B, keys_len, D, dtype=torch.float64)
 
 
 def plain(module, keys, lens=None, mask=None, values=None):
@@ -110,15 +110,22 @@ def results(function, module, drawn, dtype):
     return {n: x.detach().double().numpy() for n, x in zip(names, [*results, *got], strict=True)}
 
 
+# More units than a vector has, more keys than a task takes, more heads than a block of them.
+MANY = {"keys_len": 300, "hidden": 70}
+LARGER = {"plain, larger": MANY, "gated, 18 heads, larger": {**MANY, "gated": True, "heads": 18}}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "form"),
+    [*product(WAYS, FORMS), *product(["one operator", "projected"], LARGER)],
+)
 def test_parity(way, form, dtype, go):
     go(way)
-    module, keys = made(**FORMS[form])
+    module, keys = made(**(FORMS | LARGER)[form])
     module, keys = module.to(dtype).double(), keys.to(dtype).double()
     with_scores = "chunks" in way or way == "operations"  # else operations are the way
-    masked = () if way == "operations in training" else (LENS, scattered(B, TK))
+    masked = () if way == "operations in training" else (LENS, scattered(*keys.shape[:2]))
 
     def ours(module, keys):
         lens, mask = masked or (None, None)
@@ -233,6 +240,14 @@ def test_shapes(batch, heads, each_way):
     alone = module(keys, lens, values=values, mask=mask)
     assert alone.shape == pooled.shape
     close([alone, module.attention_weights], [pooled, weights])
+
+
+@pytest.mark.parametrize("name", ["keys", *PARAMETERS])
+def test_what_is_no_number_reaches_the_result(name, each_way):
+    module, keys = made(gated=True)
+    tensor = keys if name == "keys" else module.get_parameter(name).data
+    tensor.view(-1)[0] = torch.nan
+    assert module(keys).isnan().flatten(1).all(1)[0]
 
 
 def test_padding_changes_nothing():
