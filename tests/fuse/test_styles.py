@@ -15,26 +15,34 @@ import bahdanau_fast as bf
 CALLS = 4  # the first show it, the last is fused
 
 
-DTYPES = ([(name, dtype) for dtype in (torch.float64, torch.float32)] for name in STYLES)
+def has_dropout(module):
+    return any(isinstance(layer, nn.Dropout) for layer in module.modules())
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_of_each(DTYPES))
-def test_a_style_computes_the_same(name, dtype):
+# Without dropout both modes are the same.
+GROUPS = (
+    [(name, dtype, mode) for dtype in (torch.float64, torch.float32) for mode in modes]
+    for name, style in STYLES.items()
+    for modes in ((["train"], ["eval"]) if has_dropout(style.make()) else (["train", "eval"],))
+)
+
+
+@pytest.mark.parametrize(("name", "dtype", "mode"), one_of_each(GROUPS))
+def test_a_style_computes_the_same(name, dtype, mode):
     style = STYLES[name]
     torch.manual_seed(0)
-    plain = style.make().to(dtype)
-    for layer in plain.modules():
+    module = style.make().to(dtype).train(mode == "train")
+    for layer in module.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
-    for training in (True, False):
-        (inputs, leaves), module = style.drawn(dtype), copy.deepcopy(plain).train(training)
-        kind, other = type(module), copy.deepcopy(module)
-        want = results(partial(other, *inputs), leaves, other)
-        report = bf.fuse(module, always=True)
-        for _ in range(CALLS):
-            same(results(partial(module, *inputs), leaves, module), want)
-        assert bool(report.fused) == (ran(report) > 0) == (style.reason == ""), str(report)
-        assert style.reason in str(report)
-        assert report.waiting == ()
-        bf.unfuse(module)
-        assert type(module) is kind
+    inputs, leaves = style.drawn(dtype)
+    kind, other = type(module), copy.deepcopy(module)
+    want = results(partial(other, *inputs), leaves, other)
+    report = bf.fuse(module, always=True)
+    for _ in range(CALLS):
+        same(results(partial(module, *inputs), leaves, module), want)
+    assert bool(report.fused) == (ran(report) > 0) == (style.reason == ""), str(report)
+    assert style.reason in str(report)
+    assert report.waiting == ()
+    bf.unfuse(module)
+    assert type(module) is kind
