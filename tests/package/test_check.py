@@ -17,7 +17,7 @@ from checked_cuda import NAMES, family_of, launched, on_cpu, served
 from mock_cuda import kernel_of, mock
 
 from bahdanau_fast import check, cli, switches
-from bahdanau_fast.check import families
+from bahdanau_fast.check import families, problems
 from bahdanau_fast.check.children import OVER, lines
 from ptx_machine import needs_compiler
 
@@ -82,6 +82,7 @@ def test_a_mistake_is_found_and_named(family, said, planted, tmp_path, capsys):
 @pytest.mark.parametrize("multiprocessors", [8, 148])
 def test_experiments_reach_their_family(multiprocessors, planted, monkeypatch):
     """On a GPU of any size."""
+    monkeypatch.setattr(problems, "_DRAWS", 1)
     for name in NAMES:
         monkeypatch.setattr(switches, "OFF", families.beside(name))
         mock().new_gpu(multiprocessors=multiprocessors)
