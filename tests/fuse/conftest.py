@@ -1,12 +1,17 @@
 """Small calls are looked at, and fused, too."""
 
 import pytest
+import torch
 
 from bahdanau_fast.fuse import choice, look
 
 
-@pytest.fixture(autouse=True)
-def small_calls(monkeypatch, threads):
-    threads(1)  # more would only wait
-    monkeypatch.setattr(choice, "PAYS", float("inf"))
-    monkeypatch.setattr(look, "_SECONDS", 0.0)
+@pytest.fixture(autouse=True, scope="module")
+def small_calls():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would only wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "PAYS", float("inf"))
+        patch.setattr(look, "_SECONDS", 0.0)
+        yield
+    torch.set_num_threads(threads)
