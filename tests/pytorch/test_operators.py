@@ -96,17 +96,19 @@ def case_of(case, dtype, traced, *marks):
     return pytest.param(case, dtype, traced, id=name, marks=marks)
 
 
-# Traced are those that differ from each other in more than sizes, each option in its first variant;
-# every variant in these.
+# Traced are those that differ from each other in more than sizes, and one of the two half types,
+# each option in its first variant; every variant in these.
 EVERY = ("plain", "features")
 SIZED = [case for case in VARIED if VARIED[case].keys() & {"B", "Tq", "Tk", "H"}]
 OPCHECKED = [case_of(case, torch.float32, case not in SIZED) for case in VARIED]
 OPCHECKED += [
-    case_of(case, dtype, dtype != torch.float64)
+    case_of(case, dtype, dtype == torch.bfloat16)
     for case in ("all of it", "features", "raw queries", "raw, bias and lens")
     for dtype in (DTYPES[1:] if case.startswith("raw") else DTYPES[1:3])
 ]
-OPCHECKED += [case_of(case, torch.float32, True, pytest.mark.deep) for case in SIZED]
+DEEP = [(case, torch.float32) for case in SIZED]
+DEEP += [(case, torch.float16) for case in ("raw queries", "raw, bias and lens")]
+OPCHECKED += [case_of(*each, True, pytest.mark.deep) for each in DEEP]
 RAW = [case for case in VARIED if "raw" in VARIED[case]]
 GENERAL = [c for c in VARIED if c not in RAW and VARIED[c].keys() & {"C", "activation"}]
 
