@@ -4,27 +4,20 @@ import parity
 import pytest
 import torch
 from beside import close
+from parity import DTYPES
+from targets import without_gradients
 
 import bahdanau_fast as bf
 from bahdanau_fast.call import Call
 from bahdanau_fast.ops.attention import attention
 
 ops = torch.ops.bahdanau_fast
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # (B, Tq, Tk, Dq, H): one row and a few, columns on either side of what a thread takes at once.
 SIZES = [
-    (1, 1, 1, 1, 1),
-    (1, 1, 40, 512, 512),
-    (1, 1, 9, 7, 63),
-    (1, 1, 9, 130, 65),
-    (4, 1, 30, 33, 200),
-    (2, 3, 17, 16, 128),
-    (64, 1, 10, 32, 32),
-    (3, 2, 5, 8, 5),
-    (0, 1, 4, 3, 2),
-    (2, 0, 4, 3, 2),
-    (2, 1, 0, 3, 2),
-]
+    (1, 1, 1, 1, 1), (1, 1, 40, 512, 512), (1, 1, 9, 7, 63), (1, 1, 9, 130, 65),
+    (4, 1, 30, 33, 200), (2, 3, 17, 16, 128), (64, 1, 10, 32, 32), (3, 2, 5, 8, 5),
+    (0, 1, 4, 3, 2), (2, 0, 4, 3, 2), (2, 1, 0, 3, 2),
+]  # fmt: skip
 
 
 def drawn(size, dtype, seed=0):
@@ -50,24 +43,7 @@ def taken(monkeypatch):
     return calls
 
 
-class Instead(torch.autograd.Function):
-    """The second tensor's value with the first one's gradient: parity.py asks for gradients too."""
-
-    @staticmethod
-    def forward(ctx, differentiable, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def stepped(inputs, lens, way=parity.attended):
-    """Context and weights as they are without gradients, and gradients as they are with them."""
-    with torch.no_grad():
-        mine = way(dict(inputs), lens)
-    usual = way(inputs, lens)
-    return tuple(Instead.apply(*pair) for pair in zip(usual, mine, strict=True))
+stepped, once = map(without_gradients, (parity.attended, parity.called))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,10 +63,6 @@ def test_magnitudes(scale, taken):
     case = parity.Case(2, 1, 50, 80, 96, scale={"queries": scale, "keys": scale})
     parity.check(case, torch.float32, stepped)
     assert taken
-
-
-def once(inputs, lens):
-    return stepped(inputs, lens, parity.called)
 
 
 # Calls without a memory, too large for one operator and small enough for fp64 where gradients may

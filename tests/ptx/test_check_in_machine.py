@@ -1,7 +1,7 @@
 """What ``bahdanau-fast check`` tries on a GPU keeps the parity rule as machine code."""
 
 import pytest
-from checked_cuda import NAMES, aside, served
+from checked_cuda import NAMES, served
 from driven import CudaPtx, needs_nvcc
 from tritoned import TritonPtx
 
@@ -29,16 +29,14 @@ def test_cuda(family, arch, monkeypatch):
 
     def run(name, _, *args):
         kernels.begin(4, operators[name].named(*args)["keys"].dtype)
-        with aside():
-            made = [x.clone() for x in kernels.operator(name, *args)]
-        return tuple(x.cuda() for x in made)
+        return tuple(x.clone() for x in kernels.operator(name, *args))
 
     monkeypatch.setattr(switches, "OFF", families.beside(family))
     with served(run):
         for each in experiments(family):
             kernels.begin(4, each.dtype)
-            assert each.absent("cuda", "cuda") is None
-            found = each.judge("cuda", "cuda")
+            assert each.absent("cuda", "cpu") is None
+            found = each.judge("cuda", "cpu")
             assert found.ours <= 1.0, (each.name, each.dtype, found)
     assert any("persistent" in name for name in kernels.launched) == (family == "one-launch")
 

@@ -1,7 +1,7 @@
 """``bahdanau-fast check`` on a pretended GPU, with mistakes planted in a family of its kernels.
 
-Its children are forked from the test. Graphs are not replayed: the second problem is computed.
-Eager is measured on as few inputs as results need.
+Its children are forked from the test. Nothing is on a stream of its own, and graphs are not
+replayed: the second problem is computed. Eager is measured on as few inputs as results need.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,6 +21,10 @@ from bahdanau_fast.check import families, problems
 __all__ = ["MISTAKES", "checking", "finds"]
 
 SILENCE = 2.0  # where something hangs
+WITHOUT_STREAMS = {
+    "two streams": lambda of, run: [(i, run(of[i])) for i in (0, 1)],
+    "replayed": lambda of, run: [(1, run(of[1]))],
+}
 
 
 def _raise(_):
@@ -54,12 +59,12 @@ def checking(*names, only=lambda _: True, **limits):
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "current_device", lambda: 0),
         patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**has)),
-        patch.object(families, "_ROUNDS", 1),
         patch.object(problems, "_DRAWS", 2),
-        patch.dict(families.WAYS, replayed=lambda of, run: [(1, run(of[1]))]),
+        patch.dict(families.WAYS, WITHOUT_STREAMS),
         patch.dict(families.FAMILIES, chosen),
         patch.multiple(check, **{"SECONDS": 1000.0, "SILENCE": 300.0, **limits}),
         patch.object(check, "availability", SimpleNamespace(interpreted=lambda: False)),
+        patch.object(check, "rows", partial(families.rows, device="cpu")),
         patch.object(check, "_on_cpu", lambda **_: ()),
         patch.object(check, "compiled", lambda *_: ()),
     ):

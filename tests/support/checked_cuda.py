@@ -1,35 +1,23 @@
-"""csrc/cuda on a pretended GPU, for ``bahdanau-fast check``: whoever runs its operators.
+"""csrc/cuda for ``bahdanau-fast check``: what it would launch, and what computes it instead.
 
 On the mock of the runtime its plan says what it would launch, so what is of which family.
 """
 
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from unittest.mock import patch
+from contextlib import contextmanager, nullcontext
 
-import pretended
-import torch
+import cells
+from host_only import routed
 from mock_cuda import kernel_of, launches, mock
-from torch.utils._python_dispatch import _disable_current_modes
 
 from bahdanau_fast import switches
-from bahdanau_fast.backends import availability
 from bahdanau_fast.ops.operator import operators
 
-__all__ = ["NAMES", "aside", "family_of", "launched", "on_cpu", "served"]
+__all__ = ["NAMES", "family_of", "launched", "on_cpu", "served"]
 
 #: The families of CUDA C++.
 NAMES = "cuda", "clusters", "one-launch"
 # Operators of all steps of a decoder, which the CPU has in fp32, and their results in fp32.
 DECODE = {"decode": 4, "decode_backward": 5, "decode_greedy": 1, "attend_backward_keys": None}
-ATTEND = "attention", "attention.recorded", "attention_backward"
-
-
-@contextmanager
-def aside():
-    """Inside, tensors are on the CPU, as they are."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
 
 
 def launched(name, *args):
@@ -37,7 +25,7 @@ def launched(name, *args):
     gpu = mock()
     gpu.calls()
     clusters = gpu.without_clusters() if switches.is_off("clusters") else nullcontext()
-    with aside(), clusters, gpu.capture(gpu.new_stream()):
+    with clusters, gpu.capture(gpu.new_stream()):
         gpu.operator(name, *args)
     return launches(gpu.calls())
 
@@ -55,33 +43,16 @@ def on_cpu(name, run, args):
         return run(*args)
     named = operators[name].named(*args)
     dtype = named["keys"].dtype
-    for each, x in named.items():
-        if getattr(x, "dtype", None) is dtype:
-            named[each] = x.float()
-        elif each == "left_out":  # empty, and on the CPU, for the GPU too
-            named[each] = x.cuda()
+    wide = (x.float() if getattr(x, "dtype", None) is dtype else x for x in named.values())
     return tuple(
         x.to(dtype) if place != DECODE[name] and x.is_floating_point() else x
-        for place, x in enumerate(run(*named.values()))
+        for place, x in enumerate(run(*wide))
     )
-
-
-def _one_launch_problem(_, lstm, backward, sizes):
-    tokens = () if len(sizes) > 5 else (0, 0)
-    return switches.why_off("one-launch") or mock().why_not_decode(lstm, backward, *sizes, *tokens)
 
 
 @contextmanager
 def served(by):
-    """Inside, calls on a pretended GPU are served by ``by(name, the CPU's operator, *args)``."""
-    with ExitStack() as stack:
-        stack.enter_context(pretended.gpu("cuda"))
-        stack.enter_context(patch.object(availability, "one_launch_problem", _one_launch_problem))
-        for name in ATTEND:
-            run = partial(by, name, operators[name].now)
-            stack.enter_context(patch.dict(operators[name].in_python, cuda=run))
-        for name in DECODE:
-            run = partial(by, name, operators[name].now)
-            stack.enter_context(patch.object(operators[name], "now", run))
+    """Inside, calls on a GPU are served by ``by(name, the CPU's operator, *args)``."""
+    with routed("cuda", by), cells.on_the_cpu():
         mock().new_gpu()
         yield

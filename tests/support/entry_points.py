@@ -23,28 +23,19 @@ def attention_backward(call, **given):
     return call(BACKWARD, *operators[BACKWARD].named(**given).values())
 
 
-def attend(
-    call, queries, keys, values, w_v, lens=None, seed=None, dropout_p=0.0, need_weights=True,
-    mask=None, narrow=False, counted=False,
-):  # fmt: skip
+def attend(call, *inputs, counted=False, **given):
     """Context and weights of projected queries and keys; ``counted``, and what lengths leave."""
-    given = {"valid_lens": lens, "mask": mask, "seed": seed, "dropout_p": dropout_p}
-    given |= {"need_weights": need_weights, "narrow": narrow}
-    return attention(call, queries, keys, values, w_v, recorded=counted, **given)[: 2 + counted]
+    return attention(call, *inputs, recorded=counted, **given)[: 2 + counted]
 
 
-def attend_backward(
-    call, queries, keys, values, w_v, lens, weights, *grads, needs=15, dropout=(None, 0.0),
-    mask=None,
-):  # fmt: skip
-    """The gradients that ``needs`` has a bit for, all four unless given.
+def attend_backward(call, queries, keys, values, w_v, weights, *grads, needs=15, **given):
+    """The gradients that ``needs`` has a bit for; ``grads``: of context and weights, None if zero.
 
-    ``grads`` are those of context and weights, None if zero; ``dropout``: seed and probability.
+    Others are arguments of the forward: ``valid_lens``, ``mask``, ``seed`` and ``dropout_p``.
     """
-    given = {"queries": queries, "keys": keys, "values": values, "w_v": w_v, "valid_lens": lens}
+    given |= {"queries": queries, "keys": keys, "values": values, "w_v": w_v, "weights": weights}
     given |= dict(zip(("grad_context", "grad_weights"), grads, strict=True))
-    given |= dict(zip(("seed", "dropout_p"), dropout, strict=True))
-    return attention_backward(call, weights=weights, needs=needs, mask=mask, **given)[:4]
+    return attention_backward(call, needs=needs, **given)[:4]
 
 
 def step(call, queries, w_q, keys, w_k, bias, values, w_v, lens=None, mask=None):

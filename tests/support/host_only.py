@@ -1,9 +1,9 @@
 """A GPU's host without the GPU: calls with CPU tensors take the route of an H100.
 
 The Python and C++ of a call are those of a GPU, Triton's own included; its launches do nothing, and
-results are what memory held. Left out are the driver, the guard of the current device, and the
-thread in which a GPU's backward runs. Added is a C function (``partial``) around each operator of
-CUDA C++.
+results are what memory held, unless others compute them. Left out are the driver, the guard of the
+current device, and the thread in which a GPU's backward runs. Added is a C function (``partial``)
+around each operator of CUDA C++.
 """
 
 import functools
@@ -20,7 +20,7 @@ from triton_target import target_is
 
 from bahdanau_fast import backends
 from bahdanau_fast.backends import availability
-from bahdanau_fast.backends.triton import launch, register  # noqa: F401  loads the kernels
+from bahdanau_fast.backends.triton import TRITON, launch, register  # noqa: F401  loads the kernels
 from bahdanau_fast.ops.operator import operators
 
 __all__ = ["routed"]
@@ -39,8 +39,12 @@ _routes, _plans = defaultdict(dict), {}
 
 
 @contextmanager
-def routed(backend):
-    """Inside, calls with CPU tensors are those of a GPU with one backend, "cuda" or "triton"."""
+def routed(backend, computed=None):
+    """Inside, calls with CPU tensors are those of a GPU with one backend, "cuda" or "triton".
+
+    Triton launches in its interpreter where that is asked for. Operators of CUDA C++ are served by
+    ``computed(name, the CPU's operator, *arguments)``, if given, else by the mock runtime.
+    """
     changes = [
         (torch.Tensor, "is_cpu", False),  # shadows what it inherits
         (torch.Tensor, "is_cuda", True),
@@ -50,6 +54,7 @@ def routed(backend):
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
         (backends, "_routes", _routes[backend]),
         (launch, "plans", _plans),
+        (TRITON, "device", "cuda"),
         (availability, "cuda_problem", _there if backend == "cuda" else _left_out),
         (availability, "triton_problem", _there if backend == "triton" else _left_out),
     ]
@@ -58,13 +63,16 @@ def routed(backend):
             stack.callback(mock().note, True)
             stack.callback(mock().use_gpu, mock().device)
             mock().use_gpu(_gpu())
-            mock().note(False)
-            for operator in operators.values():
+            mock().note(computed is not None)
+            for name, operator in operators.items():
                 call = partial(operator.overload._op_dk, torch._C.DispatchKey.CUDA)
+                if computed is not None:
+                    call = partial(computed, name, operator.now)
                 changes.append((operator, "now", call))
             binary = SimpleNamespace(why_not_decode=mock().why_not_decode)
             stack.enter_context(patch.dict(sys.modules, {"bahdanau_fast._C_cuda": binary}))
-        stack.enter_context(target_is("sm_90"))
+        if not availability.interpreted():
+            stack.enter_context(target_is("sm_90"))
         for change in changes:
             stack.enter_context(patch.object(*change))
         yield

@@ -24,14 +24,10 @@ from bahdanau_fast.checks import ACTIVATIONS
 
 __all__ = [
     "CPU", "DTYPES", "FEW", "GPU", "INTERPRETER", "REFERENCE", "ROWS", "STEPS", "TABLE",
-    "Kernels", "Step", "Target", "every", "forward_only", "on",
+    "Kernels", "Step", "Target", "every", "on", "without_gradients",
 ]  # fmt: skip
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TABLE = CONTRACT | MASKED
 
 
@@ -164,6 +160,17 @@ def forward_only(found, inputs, *seen, **options):
     return [ours + (x - x.detach()) for ours, x in zip(found, outputs, strict=True)]
 
 
+def without_gradients(way):
+    """The function that :func:`parity.check` tests for what a way gives without gradients."""
+
+    def function(inputs, *seen, **options):
+        with torch.no_grad():
+            found = way(dict(inputs), *seen, **options)
+        return forward_only(found, inputs, *seen, **options)
+
+    return function
+
+
 @dataclasses.dataclass
 class Step(Case):
     """A step that projects its queries, and its keys if it is given ``Dk``, in the same launch."""
@@ -199,11 +206,9 @@ class Step(Case):
             names = "queries", "w_q", "keys", "values", "w_v"
             given = [*map(inputs.get, names), valid_lens]
             raw = {name: inputs[name] for name in ("w_k", "bias") if self.bias}
-            with torch.no_grad():
-                found = target.step(self.multiprocessors, *given, **raw, mask=mask)
-            return forward_only(found, inputs, valid_lens, mask=mask)
+            return target.step(self.multiprocessors, *given, **raw, mask=mask)
 
-        return function
+        return without_gradients(function)
 
 
 STEPS = {

@@ -1,6 +1,6 @@
 """The CUDA backend on a GPU: the contract, streams, threads, graphs and devices.
 
-Without one, the CPU's kernels stand in on a pretended GPU, which shows that the tests are right;
+Without one, the CPU's kernels stand in for some, which shows that these are right;
 test_cuda_contract.py runs the kernels' machine code. test_graphs.py captures them.
 """
 
@@ -8,16 +8,18 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+import cells
 import entry_points
 import lengths
 import parity
-import pretended
 import pytest
 import torch
+import torch._dynamo  # else a call loads it, where a tensor has no device of its own
 from contract import CONTRACT, LARGE, MASKED, lens
 from decoders import CELLS, by_steps
 from drawing import cases, drawn
 from entry_points import on_gpu
+from host_only import routed
 from hypothesis import given
 from parity import Case, attended, called, check, fused
 from targets import CPU, GPU, STEPS
@@ -27,14 +29,16 @@ import bahdanau_fast as bf
 GPUS = torch.cuda.device_count()
 pytestmark = [] if GPUS else pytest.mark.thorough
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="there is no GPU")
-# What a pretended GPU shows is the same in each.
+# What the CPU's kernels show is the same in each.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPUS else (torch.bfloat16,)
+DEVICE = "cuda" if GPUS else "cpu"
 
 
 @pytest.fixture(autouse=True)
 def tested_on_gpu(monkeypatch):
-    monkeypatch.setattr(parity, "DEVICE", "cuda")
-    with nullcontext() if GPUS else pretended.gpu("cuda"):
+    monkeypatch.setattr(parity, "DEVICE", DEVICE)
+    by_the_cpu = routed("cuda", lambda _, run, *args: run(*args))
+    with nullcontext() if GPUS else by_the_cpu, nullcontext() if GPUS else cells.on_the_cpu():
         assert bf.backends.why_not("cuda") is None
         yield
 
@@ -76,17 +80,16 @@ def test_drawn_cases(case):
     GPU.check(case, torch.bfloat16)
 
 
-def problem(queries, dtype=torch.bfloat16, device="cuda"):
+def problem(queries, dtype=torch.bfloat16, device=DEVICE):
     generator = torch.Generator(device).manual_seed(queries)
     shapes = (4, queries, 64), (4, 300, 64), (4, 300, 48), (1, 64)
     return [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
 
 
-def attend(inputs, lens=None):
+def attend(inputs):
     """Context, weights and the four gradients."""
-    context, weights = entry_points.attend(on_gpu, *inputs, lens)
-    given = weights, context, weights
-    return context, weights, *entry_points.attend_backward(on_gpu, *inputs, lens, *given)
+    context, weights = found = entry_points.attend(on_gpu, *inputs)
+    return *found, *entry_points.attend_backward(on_gpu, *inputs, weights, context, weights)
 
 
 @pytest.mark.parametrize("kind", lengths.LENGTHS)
@@ -108,9 +111,9 @@ def test_what_it_does_not_serve_others_do(dtype, what):
 
 def step_of(hidden):
     """A step that needs more than 48 KB of shared memory, as much as the units ask for."""
-    generator = torch.Generator("cuda").manual_seed(hidden)
+    generator = torch.Generator(DEVICE).manual_seed(hidden)
     shapes = (4, 1, 32), (hidden, 32), (4, 300, hidden), (1, hidden)
-    drawn = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
+    drawn = [torch.randn(s, generator=generator, device=DEVICE).bfloat16() for s in shapes]
     raw, w_q, keys, w_v = drawn
     return functools.partial(entry_points.step, on_gpu, raw, w_q, keys, None, None, keys, w_v)
 
@@ -123,7 +126,7 @@ def check_beside_each_other(calls, times):
     def work(call, want):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            results = [call() for _ in range(times if GPUS else 2)]
+            results = [call() for _ in range(times)]
         stream.synchronize()
         return all(all(map(torch.equal, got, want)) for got in results)
 
@@ -131,10 +134,12 @@ def check_beside_each_other(calls, times):
         assert all(pool.map(work, calls, wanted))
 
 
+@needs_gpu
 def test_threads_with_unlike_shared_memory_do_not_disturb_each_other():
     check_beside_each_other(2 * [step_of(1504), step_of(1536)], 200)
 
 
+@needs_gpu
 @pytest.mark.parametrize("queries", [1, 5, 16])
 def test_streams_and_threads_do_not_disturb_each_other(queries):
     check_beside_each_other(4 * [functools.partial(attend, problem(queries))], 20)
@@ -147,7 +152,7 @@ AUTOCAST = [pytest.param(dtype, True, marks=needs_gpu) for dtype in DTYPES[1:]] 
 @pytest.mark.parametrize("cls", CELLS)
 def test_all_steps_of_a_decoder(cls, dtype, autocast):
     torch.manual_seed(0)
-    kind = {"device": "cuda", "dtype": torch.float32 if autocast else dtype}
+    kind = {"device": DEVICE, "dtype": torch.float32 if autocast else dtype}
     module = cls(16, 32, 2, **kind)
     inputs, keys = (torch.randn(s, **kind).requires_grad_() for s in ((7, 4, 16), (4, 50, 32)))
 

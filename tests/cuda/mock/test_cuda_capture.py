@@ -7,6 +7,7 @@ from functools import partial
 import entry_points
 import pytest
 import torch
+from contract import operands
 from mock_cuda import kernel_of, launches, of
 
 from ptx_machine import needs_compiler
@@ -67,12 +68,10 @@ SEEN = "all", "lens", "mask", "dropout"
 
 def problem(queries, keys, dtype, seen="all"):
     """Projected queries and keys, values, w_v, and by name what is seen of them."""
-    generator = torch.Generator().manual_seed(queries)
-    shapes = (2, queries, 64), (2, keys, 64), (2, keys, 48), (1, 64)
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs, _ = operands(dtype, Tq=queries, Tk=keys, H=64, Dv=48, grad=False)
     given = {
         "all": {},
-        "lens": {"lens": torch.tensor([keys, 3])},
+        "lens": {"valid_lens": torch.tensor([keys, 3])},
         "mask": {"mask": torch.ones(2, 1, keys, dtype=torch.bool)},
         "dropout": {"seed": torch.tensor([7]), "dropout_p": 0.5},
     }
@@ -118,11 +117,9 @@ def test_backward(gpu, keys, queries, dtype):
     for seen in SEEN:
         inputs, given = problem(queries, KEYS[keys], dtype, seen)
         context, weights = entry_points.attend(gpu.operator, *inputs, **given)
-        lens, mask = given.get("lens"), given.get("mask")
-        dropout = given.get("seed"), given.get("dropout_p", 0.0)
         for grads in ((context, weights), (context, None), (None, weights)):
-            arguments = gpu.operator, *inputs, lens, weights, *grads
-            call = partial(entry_points.attend_backward, *arguments, dropout=dropout, mask=mask)
+            arguments = gpu.operator, *inputs, weights, *grads
+            call = partial(entry_points.attend_backward, *arguments, **given)
             captured(gpu, call, [first, "grad_keys", "sum_parts"])
 
 
@@ -133,6 +130,6 @@ def test_backward(gpu, keys, queries, dtype):
 def test_a_step_that_projects(gpu, keys, projected, queries, dtype):
     (_, k, values, w_v), given = problem(queries, KEYS[keys], dtype, "lens")
     raw, w_q, w_k = (torch.ones(s).to(dtype) for s in ((2, queries, 512), (64, 512), (64, 64)))
-    inputs = raw, w_q, k, None if projected else w_k, None, values, w_v, given["lens"]
+    inputs = raw, w_q, k, None if projected else w_k, None, values, w_v, given["valid_lens"]
     call = partial(entry_points.step, gpu.operator, *inputs)
     captured(gpu, call, forward_of(keys))

@@ -5,6 +5,7 @@ import math
 import entry_points
 import pytest
 import torch
+from contract import operands
 from mock_cuda import OF_TENSOR, kernel_of, launches, numbers, of
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
@@ -29,11 +30,10 @@ def step(gpu, hidden=512, batch=2, keys=150, queries=1, features=16, dtype=torch
 
 def attend(gpu, queries=1, keys=240, batch=2, hidden=64, dtype=torch.bfloat16):
     """The runtime's calls of forward and of backward, from projected queries and keys."""
-    shapes = (batch, queries, hidden), (batch, keys, hidden), (batch, keys, 48), (1, hidden)
-    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    inputs, _ = operands(dtype, B=batch, Tq=queries, Tk=keys, H=hidden, Dv=48, grad=False)
     context, weights = entry_points.attend(gpu.operator, *inputs)
     forward = gpu.calls()
-    entry_points.attend_backward(gpu.operator, *inputs, None, weights, context, weights)
+    entry_points.attend_backward(gpu.operator, *inputs, weights, context, weights)
     return forward, gpu.calls()
 
 
@@ -250,7 +250,7 @@ def test_every_launch_holds_its_work(gpu, shape, name):
         inputs = tensors(*sizes, dtype=dtype)
         context, weights = entry_points.attend(gpu.operator, *inputs)
         assert check(gpu, cluster) in (FORWARD, APART)
-        entry_points.attend_backward(gpu.operator, *inputs, None, weights, context, weights)
+        entry_points.attend_backward(gpu.operator, *inputs, weights, context, weights)
         first = "grad_values" if tq <= 4 else "grad_rows"
         assert check(gpu, cluster) == [first, "grad_keys", "sum_parts"]
     if tq == 1:  # its inputs are those of bf16

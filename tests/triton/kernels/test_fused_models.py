@@ -65,12 +65,6 @@ ALL = [*((peer, name) for name in driving.PEERS), *((style, name) for name in FU
 
 
 @pytest.mark.parametrize(("make", "name"), ALL)
-def test_everything_is_on_one_device(make, name):
-    _, run = make(name)
-    run()
-
-
-@pytest.mark.parametrize(("make", "name"), ALL)
 def test_a_fused_module_launches_kernels(make, name, launches):
     module, run = make(name)
     plain = run()

@@ -12,7 +12,7 @@ from drawing import cases, drawn
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 from parity import Case, attended, called, check, fused, scored
-from targets import INTERPRETER, TABLE, forward_only
+from targets import INTERPRETER, TABLE, without_gradients
 
 import bahdanau_fast as bf
 from bahdanau_fast import parity as rule
@@ -21,12 +21,13 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
 from bahdanau_fast.modules import decoder_loop
+from bahdanau_fast.ops.dropout import dropout_factors
 
 DTYPES, SIZES = INTERPRETER.dtypes, INTERPRETER.sizes
 
 
 def test_these_are_the_triton_kernels():
-    assert bf.backends.resolve(torch.device(parity.DEVICE), "triton") == "triton"
+    assert bf.backends.resolve(torch.empty(0, device=parity.DEVICE).device) == "triton"
     assert SIZES["Tq"] > GPU_STEP_QUERIES
 
 
@@ -149,25 +150,21 @@ def test_terms_take_bounded_memory(lens, monkeypatch):
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
 @pytest.mark.parametrize("queries", [2, 18])
-def test_dropout_draws_what_the_cpu_draws(queries, p):
+def test_dropout_draws_what_every_backend_draws(queries, p, monkeypatch):
     inputs = Case(B=2, Tq=queries, Tk=37, H=9, Dv=21, bias=False).draw(torch.float32)
-    results = []
-    for backend in ("triton", "cpu"):
-        device = parity.DEVICE if backend == "triton" else "cpu"
-        x = {n: inputs[n].float().to(device).requires_grad_() for n in parity.INPUTS[:6]}
-        with_seed = {"seed": torch.tensor([2**61 + 12345], device=device)}
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(run, "dropout_seed", lambda *_, given=with_seed: given["seed"])
-        outputs = bf.additive_attention(
-            *x.values(), torch.tensor([30, 37], device=device), dropout_p=p, backend=backend
-        )
-        monkey.undo()
-        outs = [inputs[n].float().to(device) for n in parity.OUTPUTS]
-        results.append((*outputs, *torch.autograd.grad(outputs, list(x.values()), outs)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-5, atol=2e-6)
-    dropped = results[0][0].abs().max() if p == 1.0 else 0.0
-    assert dropped == 0.0
+    drawn = {n: x.float().to(parity.DEVICE) for n, x in inputs.items()}
+    leaves = [drawn[n].requires_grad_() for n in parity.INPUTS[:6]]
+    lens, seed = (torch.tensor(x, device=parity.DEVICE) for x in ([30, 37], [2**61 + 12345]))
+    monkeypatch.setattr(run, "dropout_seed", lambda *_: seed)
+    _, weights = bf.additive_attention(*leaves, lens, backend="reference")
+    plain = weights * dropout_factors(seed, weights.shape, p) @ leaves[2], weights
+    ours = bf.additive_attention(*leaves, lens, dropout_p=p, backend="triton")
+    found = [
+        (*outputs, *torch.autograd.grad(outputs, leaves, [drawn[n] for n in parity.OUTPUTS]))
+        for outputs in (ours, plain)
+    ]
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+    assert p < 1.0 or not found[0][0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,13 +173,6 @@ def test_magnitudes_near_and_far_in_one_call(queries, dtype):
     # Rows whose exponentials can be multiplied stand beside rows whose cannot.
     case = Case(B=1, Tq=queries, Tk=40, H=40, scale={"queries": 8.0, "keys": 12.0})
     INTERPRETER.check(case, dtype)
-
-
-def projecting(inputs, lens):
-    """A step that projects its queries in the kernel, without gradients."""
-    with torch.no_grad():
-        found = fused(inputs, lens, "triton")
-    return forward_only(found, inputs, lens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -197,7 +187,8 @@ def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch)
 
     monkeypatch.setattr(call.KernelCall, "project", project)
     sizes = {"B": 3, "Tq": queries, "Tk": 67, "H": 37, "Dq": 33, "Dk": 90, "Dv": 20}
-    check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, projecting)
+    way = without_gradients(INTERPRETER.way())
+    check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, way)
     assert asked == [(True, True, True)]
 
 
