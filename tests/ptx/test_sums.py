@@ -5,24 +5,23 @@ with ``m = sum p g``. On the CPU it is ``p (g - m)``, a difference that is round
 for all keys of a size: an error of its own that would excuse ours.
 """
 
-import functools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from driven import CudaPtx, needs_nvcc
-from parity import judged, moved
+from parity import check, eager, judged, neighbour, run
+from projected import Projected
+from targets import on
 from tritoned import TritonPtx
 
 from bahdanau_fast import parity as rule
-from bahdanau_fast import reference
 from benchmarks.contestants.parity import GRANTED, rounded_products
 from ptx_machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.thorough]
-
-INPUTS = ("queries", "keys", "values", "w_v")
 
 
 class Softmax(torch.autograd.Function):
@@ -41,51 +40,15 @@ class Softmax(torch.autograd.Function):
         return weighed - weights * weighed.sum(-1, keepdim=True)
 
 
-def draw(batch, queries_len, keys_len, hidden, features):
-    """Inputs and the gradient of the context, of numbers that fp32 holds."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = {
-        "queries": (batch, queries_len, hidden),
-        "keys": (batch, keys_len, hidden),
-        "values": (batch, keys_len, features),
-        "w_v": (1, hidden),
-        "context": (batch, queries_len, features),
-    }
-    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    drawn["w_v"] *= hidden**-0.5
-    drawn["context"] *= 16.0
-    return {name: x.double() for name, x in drawn.items()}
+@pytest.fixture(autouse=True)
+def softmax_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(F, "softmax", lambda scores, dim: Softmax.apply(scores))
 
 
-def results(attend, drawn, dtype):
-    """Context, weights and gradients by name, in long double."""
-    given = {name: x.to(dtype) for name, x in drawn.items()}
-    inputs = [given[name].requires_grad_() for name in INPUTS]
-    context, weights = attend(*inputs, None)
-    grads = torch.autograd.grad(context, inputs, given["context"])
-    found = {"context": context, "weights": weights}
-    found |= {f"d {name}": grad for name, grad in zip(INPUTS, grads, strict=True)}
-    return {n: x.detach().double().numpy().astype(np.longdouble) for n, x in found.items()}
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """Eager code as on a GPU."""
-
-    def attend(*inputs):
-        with monkeypatch.context() as patched:
-            patched.setattr(F, "softmax", lambda scores, dim: Softmax.apply(scores))
-            return reference.attend(*inputs)
-
-    return functools.partial(results, attend)
-
-
-def shares(ours, plain, drawn):
-    def near(seed):
-        generator = torch.Generator().manual_seed(seed)
-        return {name: moved(x, torch.float32, generator) for name, x in drawn.items()}
-
-    return judged(ours, plain, drawn, near, torch.float32)
+def case_of(B, Tq, Tk, H, Dv):
+    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Dq": H, "Dk": H, "Dv": Dv}
+    scale = {"w_v": H**-0.5, "context": 16.0}
+    return Projected(**sizes, bias=False, grads="context", scale=scale, kind="normal 1.0")
 
 
 # Multiprocessors, and B, Tq, Tk, H, Dv: all of a GPU, or one, for one row; many queries.
@@ -105,27 +68,29 @@ MANY = (132, (1, 18, 4096, 32, 8))
         pytest.param(TritonPtx, "75", *ALONE, id="triton, one processor of sm_75"),
     ],
 )
-def test_many_keys(kernels, arch, multiprocessors, sizes, plain):
-    drawn = draw(*sizes)
-    attend = functools.partial(kernels(arch).attend, multiprocessors)
-    found = shares(results(attend, drawn, torch.float32), plain, drawn)
-    assert {name: share for name, share in found.items() if not share <= 1} == {}
+def test_many_keys(kernels, arch, multiprocessors, sizes):
+    check(case_of(*sizes), torch.float32, on(kernels(arch), multiprocessors))
 
 
-def test_one_long_sum_breaks_the_rule(plain):
+def test_one_long_sum_breaks_the_rule():
     """Gradients as eager has them, but that of a query added up key after key."""
-    drawn = draw(*LONG[1])
+    case = case_of(*LONG[1])
+    drawn = case.draw(torch.float32)
+
+    def plain(x, dtype, function=eager):
+        return run(function, case, x, dtype)
+
+    def rounded(inputs, lens):
+        return eager(inputs | {"w_v": rounded_products(inputs["w_v"], torch.float32)}, lens)
+
     chained = plain(drawn, torch.float32)
     of_keys = chained["d keys"][0].astype(np.float32)  # what that of the only query is the sum of
     chained["d queries"] = np.add.accumulate(of_keys)[-1].reshape(1, 1, -1).astype(np.longdouble)
-    assert shares(chained, plain, drawn)["d queries"] > 2
-
-    def rounded(queries, keys, values, w_v, lens):
-        return reference.attend(queries, keys, values, rounded_products(w_v, torch.float32))
-
-    exact, eager = (plain(drawn, dtype)["d queries"] for dtype in (torch.float64, torch.float32))
-    once = np.abs(results(rounded, drawn, torch.float64)["d queries"] - exact).max()
-    largest, error = np.abs(exact).max(), np.abs(eager - exact).max()
+    near = partial(neighbour, case, drawn, torch.float32)
+    assert judged(chained, plain, drawn, near, torch.float32)["d queries"] > 2
+    exact, by_eager = (plain(drawn, dtype)["d queries"] for dtype in (torch.float64, torch.float32))
+    once = np.abs(plain(drawn, torch.float64, rounded)["d queries"] - exact).max()
+    largest, error = np.abs(exact).max(), np.abs(by_eager - exact).max()
     assert 2**-25 * largest < once < 2**-21 * largest
     most = rule.allowed(error, largest, torch.float32) + GRANTED * once
     assert np.abs(chained["d queries"] - exact).max() > 2 * most
