@@ -4,7 +4,6 @@ import re
 from contextlib import contextmanager
 from functools import partial
 
-import cells
 import pytest
 import torch
 from decoders import CELLS, call, given, layer, results
@@ -20,12 +19,6 @@ from bahdanau_fast.ops.operator import operators
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPERATORS = "decode", "decode_backward", "attend_backward_keys"
 STEP = "decode_forward"  # the attention of a single step
-
-
-@pytest.fixture(autouse=True)
-def torch_has_its_cells():
-    with cells.on_the_cpu():
-        yield
 
 
 @contextmanager

@@ -5,7 +5,6 @@ On the mock of the runtime its plan says what it would launch, so what is of whi
 
 from contextlib import contextmanager, nullcontext
 
-import cells
 from host_only import routed
 from mock_cuda import kernel_of, launches, mock
 
@@ -53,6 +52,6 @@ def on_cpu(name, run, args):
 @contextmanager
 def served(by):
     """Inside, calls on a GPU are served by ``by(name, the CPU's operator, *args)``."""
-    with routed("cuda", by), cells.on_the_cpu():
+    with routed("cuda", by):
         mock().new_gpu()
         yield

@@ -3,7 +3,7 @@
 The Python and C++ of a call are those of a GPU, Triton's own included; its launches do nothing, and
 results are what memory held, unless others compute them. Left out are the driver, the guard of the
 current device, and the thread in which a GPU's backward runs. Added is a C function (``partial``)
-around each operator of CUDA C++.
+around each operator of CUDA C++; torch's cells are plain PyTorch.
 """
 
 import functools
@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import cells
 import torch
 from mock_cuda import mock
 from triton_target import target_is
@@ -59,6 +60,7 @@ def routed(backend, computed=None):
         (availability, "triton_problem", _there if backend == "triton" else _left_out),
     ]
     with ExitStack() as stack:
+        stack.enter_context(cells.on_the_cpu())
         if backend == "cuda":
             stack.callback(mock().note, True)
             stack.callback(mock().use_gpu, mock().device)

@@ -8,7 +8,6 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-import cells
 import entry_points
 import lengths
 import parity
@@ -38,7 +37,7 @@ DEVICE = "cuda" if GPUS else "cpu"
 def tested_on_gpu(monkeypatch):
     monkeypatch.setattr(parity, "DEVICE", DEVICE)
     by_the_cpu = routed("cuda", lambda _, run, *args: run(*args))
-    with nullcontext() if GPUS else by_the_cpu, nullcontext() if GPUS else cells.on_the_cpu():
+    with nullcontext() if GPUS else by_the_cpu:
         assert bf.backends.why_not("cuda") is None
         yield
 

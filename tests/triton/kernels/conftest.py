@@ -9,7 +9,6 @@ tests/ptx. What only the interpreter proves: the backend as users call it, compi
 import os
 import re
 
-import cells
 import parity
 import pytest
 import torch
@@ -38,7 +37,7 @@ def on_a_gpu(request):
     if not INTERPRETED or compiles:
         yield
         return
-    with routed("triton"), cells.on_the_cpu():
+    with routed("triton"):
         yield
 
 
