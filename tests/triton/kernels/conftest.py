@@ -12,6 +12,7 @@ import re
 import parity
 import pytest
 import torch
+import torch._dynamo  # else a call loads it, where a tensor has no device of its own
 from host_only import routed
 from torch.utils._python_dispatch import _disable_current_modes
 
