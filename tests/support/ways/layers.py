@@ -57,6 +57,10 @@ def there(function):
     return change
 
 
+def hooked(kind, hook):
+    return there(lambda layer: getattr(layer, f"register_{kind}")(hook))
+
+
 def replaced(make):
     """A layer made of the one that was there, by a side that draws."""
 
@@ -172,27 +176,20 @@ LAYERED = (
     *ways(
         EVERY,
         {
-            "a forward hook": there(
-                lambda layer: layer.register_forward_hook(lambda _, __, out: -1.5 * out)
-            ),
-            "a forward pre-hook": there(
-                lambda layer: layer.register_forward_pre_hook(lambda _, args: (0.5 * args[0],))
-            ),
+            "a forward hook": hooked("forward_hook", lambda _, __, out: -1.5 * out),
+            "a forward pre-hook": hooked("forward_pre_hook", lambda _, args: (0.5 * args[0],)),
         },
         without=LATER,
     ),
     *ways(
         EVERY,
         {
-            "a full backward hook": there(
-                lambda layer: layer.register_full_backward_hook(
-                    lambda _, grads, __: (None if grads[0] is None else -0.5 * grads[0],)
-                )
+            "a full backward hook": hooked(
+                "full_backward_hook",
+                lambda _, grads, __: (None if grads[0] is None else -0.5 * grads[0],),
             ),
-            "a full backward pre-hook": there(
-                lambda layer: layer.register_full_backward_pre_hook(
-                    lambda _, grads: (-0.5 * grads[0],)
-                )
+            "a full backward pre-hook": hooked(
+                "full_backward_pre_hook", lambda _, grads: (-0.5 * grads[0],)
             ),
         },
         without=LATER,

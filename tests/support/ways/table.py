@@ -4,6 +4,7 @@ import copy
 import ctypes
 import pickle
 import threading
+from contextlib import ExitStack
 from operator import attrgetter
 
 import torch
@@ -110,9 +111,9 @@ def shorter(s):
         x.resize_(x.shape[0], x.shape[1] - 3, x.shape[2])
 
 
-@way("keys", "`torch.utils.swap_tensors(keys, new)`", without=DATA)
-def swap_keys(s):
-    torch.utils.swap_tensors(s.keys, s.draw(*s.keys.shape))
+way("keys", "`torch.utils.swap_tensors(keys, new)`", without=DATA)(
+    lambda s: torch.utils.swap_tensors(s.keys, s.draw(*s.keys.shape))
+)
 
 
 @way("keys", "a new tensor where the old one died")
@@ -135,10 +136,10 @@ def complex_pair(s):
     s.keys = s.notes["complex"].imag
 
 
-@way("keys", "the negative view of the same bytes", complex_pair, without=DATA)
-def negative_view(s):
-    """Of the same bytes: a flag of the tensor alone tells them apart."""
-    s.keys = s.notes["complex"].conj().imag
+# A flag of the tensor alone tells them apart.
+way("keys", "the negative view of the same bytes", complex_pair, without=DATA)(
+    lambda s: setattr(s, "keys", s.notes["complex"].conj().imag)
+)
 
 
 @way("keys", "a version counter that is held back", without=("born in inference",))
@@ -152,9 +153,9 @@ def from_numpy(s):
     given(s, torch.from_numpy(s.notes["array"]))
 
 
-@way("keys", "`torch.from_numpy`, the array written", from_numpy, without=OWN_KEYS)
-def write_array(s):
-    s.notes["array"] *= -1.5
+way("keys", "`torch.from_numpy`, the array written", from_numpy, without=OWN_KEYS)(
+    lambda s: s.notes["array"].__imul__(-1.5)
+)
 
 
 @way("keys", "storage freed, made anew and filled")
@@ -187,9 +188,9 @@ def expand(s):
     s.keys = s.notes["row"].expand(s.keys.shape)
 
 
-@way("keys", "the row that is expanded to all of them", expand, without=DATA)
-def write_row(s):
-    array(s.notes["row"]).__imul__(-1.5)
+way("keys", "the row that is expanded to all of them", expand, without=DATA)(
+    lambda s: array(s.notes["row"]).__imul__(-1.5)
+)
 
 
 @way("keys", "written by another thread")
@@ -217,20 +218,12 @@ def in_another_process(s):
 # ---- the graph
 
 
-@way(
-    "graph",
-    "`keys.detach_().requires_grad_()`",
-    graph=True,
-    moves=False,
-    without=("eager", "trained", "compiled", *INFERENCE),
+STILL = {"graph": True, "moves": False}
+ONLY_ENCODED = ("eager", "trained", "compiled", *INFERENCE)
+way("graph", "`keys.detach_().requires_grad_()`", **STILL, without=ONLY_ENCODED)(
+    lambda s: s.keys.detach_().requires_grad_()
 )
-def detach_and_ask(s):
-    s.keys.detach_().requires_grad_()
-
-
-@way("graph", "`keys.detach_()`", graph=True, moves=False)
-def detach(s):
-    s.keys.detach_()
+way("graph", "`keys.detach_()`", **STILL)(lambda s: s.keys.detach_())
 
 
 def turned_round(name):
@@ -244,55 +237,47 @@ def turned_round(name):
 
 
 for name in ("keys", "values", "queries", "bias"):
-    way(
-        "graph",
-        f"`{name}.requires_grad_()` turned round, and again",
-        graph=True,
-        moves=False,
-        without=INFERENCE if name == "bias" else ("encoder", *INFERENCE),
-        kinds=("additive", "location") if name == "bias" else tuple(KINDS),
-        whens=(AFTER, BEFORE),
-        times=3,
-    )(turned_round(name))
+    options = {"whens": (AFTER, BEFORE), "times": 3}
+    options["without"] = INFERENCE if name == "bias" else ("encoder", *INFERENCE)
+    options["kinds"] = ("additive", "location") if name == "bias" else tuple(KINDS)
+    how = f"`{name}.requires_grad_()` turned round, and again"
+    way("graph", how, **STILL, **options)(turned_round(name))
 WAYS.append(GRADIENTS)
 for how, look in WATCHED.items():
     if look is not None:
-        way(
-            "graph",
-            f"`attention_weights`: {how}",
-            moves=False,
-            without=("compiled",),  # outputs of compiled code have no gradients of each other
-            kinds=tuple(KINDS),
-            whens=(AFTER, BEFORE),
-        )(lambda s, look=look: setattr(s, "look", look))
+        # Outputs of compiled code have no gradients of each other.
+        options = {"without": ("compiled",), "kinds": tuple(KINDS), "whens": (AFTER, BEFORE)}
+        way("graph", f"`attention_weights`: {how}", moves=False, **options)(
+            lambda s, look=look: setattr(s, "look", look)
+        )
 
 
-@way("graph", "a call with gradients turned round", graph=True, moves=False)
-def other_mode(s):
-    with torch.set_grad_enabled(not torch.is_grad_enabled()):
-        s.call()
+def called_under(*modes):
+    """A call under contexts, each of which a function makes."""
+
+    def change(s):
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode())
+            s.call()
+
+    return change
 
 
-@way("graph", "a call in `inference_mode`", moves=False)
-def in_inference_mode(s):
-    with torch.inference_mode():
-        s.call()
+def turned_gradients():
+    return torch.set_grad_enabled(not torch.is_grad_enabled())
 
 
-@way("graph", "a call in `inference_mode` with `enable_grad`", moves=False)
-def inference_with_gradients(s):
-    with torch.inference_mode(), torch.enable_grad():
-        s.call()
-
-
-@way("graph", "a call under autocast", moves=False, dtype=torch.float32)
-def under_autocast(s):
-    with torch.autocast("cpu", torch.bfloat16):
-        s.call()
-
-
+for how, modes, options in (
+    ("with gradients turned round", [turned_gradients], {"graph": True}),
+    ("in `inference_mode`", [torch.inference_mode], {}),
+    ("in `inference_mode` with `enable_grad`", [torch.inference_mode, torch.enable_grad], {}),
+    ("under autocast", [lambda: torch.autocast("cpu", torch.bfloat16)], {"dtype": torch.float32}),
+):
+    way("graph", f"a call {how}", moves=False, **options)(called_under(*modes))
 # ---- values, lengths, weights and bias
 
+WEIGHTS = "W_k.weight", "W_q.weight", "w_v.weight", "W_q.weight.data", "w_v.weight.data"
 
 for what, named in {
     "values": {
@@ -309,13 +294,7 @@ for what, named in {
         "none any more": lambda s: setattr(s, "lens", None),
     },
     "weights": {
-        **{
-            f"`{name}.mul_(-1.5)`": times(f"module.{name}")
-            for name in (
-                *("W_k.weight", "W_q.weight", "w_v.weight"),
-                *("W_q.weight.data", "w_v.weight.data"),
-            )
-        },
+        **{f"`{name}.mul_(-1.5)`": times(f"module.{name}") for name in WEIGHTS},
         "`W_k.weight.data = new`": renew_data("module.W_k.weight"),
         "`W_k.weight = Parameter(new)`": lambda s: setattr(
             s.module.W_k, "weight", nn.Parameter(s.draw(*w_k(s).shape))
@@ -399,12 +378,12 @@ way("weights", "`load_state_dict(assign=True)`")(lambda s: load(s, assign=True))
 way("weights", "`load_state_dict`, tensors swapped", without=GRAPHS)(swapping(load))
 
 
-@way("weights", "`half().double()`", pending=False)
-def halved(side):
+def halved(s):
     """The parameters through fp16; their new memory may be where the old was."""
-    side.module.half().double()
+    s.module.half().double()
 
 
+way("weights", "`half().double()`", pending=False)(halved)
 way("weights", "`half().double()`, tensors swapped", without=GRAPHS)(swapping(halved))
 
 
