@@ -1,14 +1,13 @@
 """Both sides of every magnitude at which the CPU kernels change path, on each instruction set."""
 
+import parity
 import pytest
 import torch
-from near import FACTORS, check, near
-from parity import DTYPES, INPUTS, eager, fused
-from parity import check as parity_check
+from near import FACTORS, check, near, of_saturated
+from parity import DTYPES
 from projected import PROJECTIONS, case_of
+from targets import without_gradients
 from test_instruction_sets import sets, using
-
-from bahdanau_fast import parity
 
 # Queries and keys where: four denominators share a division, in fp32 and in fp64; exp(2c) is a
 # normal number, in fp32 and in fp64; a table keeps expm1; a unit is saturated for every key;
@@ -55,26 +54,15 @@ def test_parity_around_each_switch(place, dtype, factor):
 @pytest.mark.parametrize("kind", PROJECTIONS)
 def test_projections(kind, queries):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        parity_check(case_of(kind, dtype, Tq=queries), dtype)
+        parity.check(case_of(kind, dtype, Tq=queries), dtype)
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_fp32_around_each_switch(place, factor):
+def test_fp32_around_each_switch(place, factor, monkeypatch):
     """Forward only: next to saturation eager's 1 - tanh^2 has two roundings of fp32, ours more."""
+    monkeypatch.setattr(parity, "NEIGHBOURS", 0)
     query, key = (factor * size for size in PLACES[place])
     case = near(LARGE, 128, of_query=query, of_key=key, spread=spread_of(place))
-    drawn = dict.fromkeys(INPUTS) | case.draw(torch.float32)
-
-    def results(function, dtype):
-        with torch.no_grad():
-            return function({n: x if x is None else x.to(dtype) for n, x in drawn.items()}, None)
-
-    # Eager's tanh of a saturated unit is one: at least a rounding of every term of a score.
-    least = torch.finfo(torch.float32).eps / 2 * float(drawn["w_v"].abs().sum())
-    kinds = (fused, torch.float32), (eager, torch.float64), (eager, torch.float32)
-    for got, exact, theirs in zip(*(results(*kind) for kind in kinds), strict=True):
-        largest = float(exact.abs().max())
-        off = max(parity.error(theirs, exact), least * largest)
-        allowed = parity.allowed(off, largest, torch.float32)
-        assert parity.error(got, exact) <= allowed
+    least = of_saturated(case, torch.float32)
+    parity.check(case, torch.float32, without_gradients(parity.fused), least)

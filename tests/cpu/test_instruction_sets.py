@@ -48,8 +48,6 @@ CASES = {
     "small": Case(lens=torch.tensor([3, 7])),
     "mask": Case(**SIZES, mask=scattered(3, 17, 53)),
 }
-
-
 # Of the general operator; larger than what fp32 is computed in fp64 for.
 GENERAL = {
     "features": Case(**{**SIZES, "H": 211}, C=10, lens=LENS),
@@ -67,21 +65,13 @@ def test_the_best_one_is_taken():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", sets())
-@pytest.mark.parametrize("case", GENERAL)
-def test_parity_of_the_general_operator(case, name, dtype):
-    with using(name):
-        check(GENERAL[case], dtype)
-        check(GENERAL[case], dtype, scored)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sets())
-@pytest.mark.parametrize("case", CASES)
-def test_parity(case, name, dtype):
+@pytest.mark.parametrize("row", [*CASES, *GENERAL])
+def test_parity(row, name, dtype):
+    case = GENERAL.get(row) or CASES[row]
     with using(name):
         assert extension.instruction_set() == name
-        check(CASES[case], dtype)
-        check(CASES[case], dtype, attended)
+        check(case, dtype)
+        check(case, dtype, scored if row in GENERAL else attended)
 
 
 @pytest.mark.parametrize("name", ["", "sse9", "AVX2"])

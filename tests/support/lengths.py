@@ -4,7 +4,7 @@ from collections import Counter
 
 import parity
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from profiled import Operations
 
 import bahdanau_fast as bf
 
@@ -19,16 +19,6 @@ CHANGES = {
 }
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func._opname] += func._opname not in MADE
-        return func(*args, **(kwargs or {}))
-
-
 def _drawn(queries, kind):
     torch.manual_seed(queries)
     module = bf.AdditiveAttention(8, 8, 8).to(parity.DEVICE)
@@ -38,18 +28,12 @@ def _drawn(queries, kind):
 
 
 def operators_for(backend, queries, kind):
-    """What a recorded forward runs for the sake of lengths, by name.
-
-    Args:
-        backend: that serves it.
-        queries: Tq.
-        kind: of LENGTHS.
-    """
+    """What a recorded forward of a backend runs for lengths of LENGTHS, by name."""
     (module, (q, k), lens), ran = _drawn(queries, kind), []
     for given in (None, lens):
-        with bf.backends.use(backend), _Operators() as seen:
+        with bf.backends.use(backend), Operations() as seen:
             module(q, k, k, given)
-        ran.append(seen.names)
+        ran.append(Counter(f._opname for f, _ in seen.calls if f._opname not in MADE))
     return dict(ran[1] - ran[0])
 
 

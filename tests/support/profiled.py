@@ -1,6 +1,19 @@
 """How often a run calls operators, and projects keys; what it allocates."""
 
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's operations, and what they are called with by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def counts(function):

@@ -8,25 +8,12 @@ import lengths
 import parity
 import pytest
 import torch
+from profiled import Operations
 from torch import backends
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bahdanau_fast as bf
 from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.triton import call
-
-
-class Casts(TorchDispatchMode):
-    """The dtypes that torch is asked for copies in."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and kwargs and kwargs.get("dtype"):
-            self.dtypes.append(kwargs["dtype"])
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -41,12 +28,13 @@ def test_weights_come_in_the_dtype_of_the_module(dtype, queries, recorded):
     q, k = (torch.randn(2, n, 8, dtype=dtype, device=parity.DEVICE) for n in (queries, 5))
     with bf.backends.use("triton"), torch.set_grad_enabled(recorded):
         memory = None if recorded else module.memory(k)
-        with Casts() as seen:
+        with Operations() as seen:
             context = module(q, k, k) if recorded else module.attend(q, memory)
             if recorded:
                 (context.sum() + module.attention_weights.sum()).backward()
     assert module.attention_weights.dtype == dtype
-    assert seen.dtypes == []
+    copies = [more for f, more in seen.calls if f is torch.ops.aten._to_copy.default]
+    assert not any(more.get("dtype") for more in copies)
 
 
 @pytest.mark.parametrize("kind", lengths.LENGTHS)
