@@ -17,9 +17,9 @@ from targets import Kernels
 
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.ops.attention import INPUTS
-from ptx_machine import Buffer, Machine, Module, PtxError, built
+from ptx_machine import Buffer, Machine, Module, PtxError, built, changed
 
-__all__ = ["SOURCES", "CudaPtx", "PtxCalls", "line_of", "needs_nvcc", "nvcc", "ptx"]
+__all__ = ["SOURCES", "CudaPtx", "PtxCalls", "needs_nvcc", "nvcc", "planted", "ptx"]
 
 #: The names of the kernels that serve a dtype.
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -53,27 +53,25 @@ def line_of(file, after, word):
     return text[: text.index(word, text.index(after))].count("\n") + 1
 
 
+def planted(file, after, words):
+    """A change of PTX where a piece of text is: words of source and PTX, and what those become."""
+    word, opcode, *new = words
+    return changed(opcode, file, line_of(file, after, word), *new)
+
+
 class PtxCalls(Kernels):
     """The kernels of a backend on CPU tensors: a target.
 
-    What is derived from it has ``operator(name, *arguments)``, and ``places`` of kernels.
-
-    Args:
-        arch: as the backend names it.
-        change: of the PTX, to plant a mistake.
-        options: for every ``Machine.run``.
-
-    Attributes:
-        launched: names of entries.
-        kind: of the numbers of the call that runs.
-        multiprocessors: of the GPU that it is cut for.
+    What is derived from it has ``operator(name, *arguments)``, and ``places`` of kernels. A mistake
+    is a ``change`` of the PTX; ``options`` are for every ``Machine.run``.
     """
 
+    # Of the call that runs: its numbers, and the GPU that it is cut for.
     kind, multiprocessors = None, 4
 
     def __init__(self, arch, change=str, **options):
         self.arch, self.change, self.options = arch, change, options
-        self.launched, self._machines = set(), {}
+        self.launched, self._machines = set(), {}  # names of entries
 
     def begin(self, multiprocessors, dtype):
         """A call begins."""

@@ -10,10 +10,10 @@ import re
 import decoding
 import pytest
 import torch
-from driven import CudaPtx, line_of, needs_nvcc, ptx
+from driven import CudaPtx, needs_nvcc, planted, ptx
 from targets import FEW, STEPS
 
-from ptx_machine import Order, PtxError, changed, needs_compiler
+from ptx_machine import Order, PtxError, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -96,9 +96,8 @@ QUICK = (
 
 def measured_with(mistake):
     """The case of a mistake, with it."""
-    file, after, (word, opcode, *new), case = mistake
-    change = changed(opcode, file, line_of(file, after, word), *new)
-    return CudaPtx("90a", change=change).worst(case, "bf16")
+    *where, case = mistake
+    return CudaPtx("90a", change=planted(*where)).worst(case, "bf16")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import decoding
 import pytest
 import torch
 from decoding import BF16, FP16, Case, by_operators, cast
-from driven import SOURCES, CudaPtx, line_of, needs_nvcc, nvcc
+from driven import SOURCES, CudaPtx, needs_nvcc, nvcc, planted
 from mock_cuda import FILLED
 
-from ptx_machine import Order, PtxError, changed, needs_compiler
+from ptx_machine import Order, PtxError, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
 
@@ -175,22 +175,21 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake):
-    file, after, (word, opcode, *new) = MISTAKES[mistake]
-    change = changed(opcode, file, line_of(file, after, word), *new)
+    kernels = CudaPtx("90a", change=planted(*MISTAKES[mistake]))
     with pytest.raises(PtxError, match=r"race:|where nothing was written|reads it as constant"):
-        check(CudaPtx("90a", change=change), Case(False, B=9, T=3), BF16)
+        check(kernels, Case(False, B=9, T=3), BF16)
 
 
 @pytest.mark.parametrize("after", ["multiply_dense(t);", "clear_best(t);"])
 def test_mistakes_with_tokens_are_found(after):
-    change = changed("bra", FORWARD, line_of(FORWARD, after, "group.wait();"))
+    kernels = CudaPtx("90a", change=planted(FORWARD, after, WAIT))
     with pytest.raises(PtxError, match=r"race:|never comes|nothing was written"):
-        check_tokens(CudaPtx("90a", change=change), Case(False, B=11), 0, most=4)
+        check_tokens(kernels, Case(False, B=11), 0, most=4)
 
 
 def test_tokens_that_are_compared_with_those_of_before_are_found():
-    where = line_of(FORWARD, "(t + 1) % 2 * p.B", "(t + 1)")
-    kernels = CudaPtx("90a", change=changed("st.global", FORWARD, where))
+    stored = planted(FORWARD, "(t + 1) % 2 * p.B", ("(t + 1)", "st.global"))
+    kernels = CudaPtx("90a", change=stored)
     with pytest.raises(AssertionError):
         check_tokens(kernels, Case(False, B=11), 0, most=8)
 

@@ -43,8 +43,7 @@ def captured(there, call, leaves, same=True, recorded=(False, True)):
         same: False where something is drawn, and no two calls give the same.
         recorded: without gradients, with backward, or both, one after the other.
 
-    Returns:
-        The operators and Triton's kernels that ran, by name; None on a GPU, where the kernels do.
+    Returns the operators and Triton's kernels that ran, by name; None on a GPU, where kernels run.
     """
     if GPU.type == "meta":
         with capturing(*there) as ran:
@@ -128,11 +127,7 @@ def of_numbers(*_, **__):
 def capturing(*there):
     """Inside, calls with tensors of "meta" take the way of an H100, and what is refused raises.
 
-    Args:
-        *there: the backends that are there, of "cuda" and "triton".
-
-    Yields:
-        The operators and Triton's kernels that ran, by name.
+    Gives the operators and Triton's kernels that ran, by name; ``there`` as for ``captured``.
     """
     there = tuple(map(backends.BACKENDS.get, (*there, "reference")))
     by, decoder, choose = backends.route, backends.route_decoder, backends.choose_backend

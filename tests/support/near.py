@@ -16,19 +16,12 @@ FACTORS = (0.55, 0.9, 1.1, 1.8)
 
 @dataclass
 class Near(Case):
-    """Projections of nearly one size; those of every second batch row are negated.
+    """Projections of nearly one size; those of every second batch row are negated."""
 
-    Attributes:
-        of_query: the least of a query.
-        of_key: the least of a key. Of opposite signs, both leave a sum that is small beside them.
-        spread: what is added at random, as a share.
-        fourth: what every fourth hidden unit is multiplied by: a neighbour of another size.
-    """
-
-    of_query: float = 0.0
-    of_key: float = 0.0
-    spread: float = 0.08
-    fourth: float = 1.0
+    of_query: float = 0.0  # the least of a query
+    of_key: float = 0.0  # of a key; of opposite signs, both leave a sum that is small beside them
+    spread: float = 0.08  # what is added at random, as a share
+    fourth: float = 1.0  # times every fourth hidden unit: a neighbour of another size
 
     def draw(self, dtype):
         """As for any case, but queries, keys and what projects them."""

@@ -34,10 +34,7 @@ TABLE = CONTRACT | MASKED
 class Target:
     """What computes calls, by ``way(name, how)``: the function that :func:`parity.check` tests.
 
-    Attributes:
-        table: rows by name.
-        sizes: of what a row says nothing of.
-        most_queries: of a call.
+    It has a table of rows, sizes of what a row says nothing of, and the most queries of a call.
     """
 
     table, sizes, most_queries = TABLE, LARGE, math.inf
@@ -51,13 +48,8 @@ class Target:
     def shares(self, row, dtype, how=None, **changed):
         """The shares of what the parity rule allows that a row, a step or a Case takes, by result.
 
-        Rows are run forward and backward, steps forward.
-
-        Args:
-            row: as :meth:`case` takes it, or the name of a step of STEPS.
-            dtype: or a key of DTYPES.
-            how: it is called, see the target.
-            changed: as for :meth:`case`.
+        Rows are run forward and backward, steps (names of STEPS) forward; ``dtype`` may be a key of
+        DTYPES, ``how`` it is called the target says.
         """
         dtype = DTYPES.get(dtype, dtype)
         if isinstance(row, str) and row in STEPS:
@@ -71,12 +63,7 @@ class Target:
 
 
 class Backend(Target):
-    """A backend, called as users do: by a function of parity, ``fused`` unless another is given.
-
-    Attributes:
-        name: of the backend.
-        dtypes: that it serves.
-    """
+    """A backend, called as users do: by a function of parity, ``fused`` unless another is given."""
 
     def __init__(self, name, dtypes, most_queries=math.inf):
         self.name, self.dtypes, self.most_queries = name, dtypes, most_queries

@@ -20,19 +20,12 @@ TRITON = (3, 9)  # whose driver has all of its C in a file
 
 
 class Walk(NamedTuple):
-    """The way of a call through this package.
+    """The way of a call through this package."""
 
-    Attributes:
-        calls: of its Python functions.
-        stays: in a file, one after the other.
-        rooms: files.
-        returns: stays in a file that was left before.
-    """
-
-    calls: int
-    stays: int
-    rooms: int
-    returns: int
+    calls: int  # of its Python functions
+    stays: int  # in a file, one after the other
+    rooms: int  # files
+    returns: int  # stays in a file that was left before
 
 
 def walk(call):

@@ -75,22 +75,14 @@ def library():
 
 @dataclass
 class Gpu:
-    """What a mock GPU is like.
-
-    Attributes:
-        multiprocessors: how many it has.
-        largest_cluster: blocks that fit; 0: no cluster, not even of one block.
-        ptx_version: of the code that runs there.
-        loads: the error that loading the code gives, or 0.
-        shared: bytes of shared memory that a block can have.
-        allowed: the same, by kernel, where another number than usual was asked for.
-    """
+    """What a mock GPU is like."""
 
     multiprocessors: int = 132
-    largest_cluster: int = 8
-    ptx_version: int = 90
-    loads: int = 0
-    shared: int = 227 << 10
+    largest_cluster: int = 8  # blocks that fit; 0: no cluster, not even of one block
+    ptx_version: int = 90  # of the code that runs there
+    loads: int = 0  # the error that loading the code gives, or 0
+    shared: int = 227 << 10  # bytes of shared memory that a block can have
+    # The same, by kernel, where another number than usual was asked for.
     allowed: dict = field(default_factory=dict)
 
     def has(self, kernel, shared):
@@ -145,10 +137,9 @@ class Mock:
 
     @contextmanager
     def runs(self, launch, memory):
-        """Inside, launches are run by ``launch``, and ``memory`` (as MEMORY) is told of any.
+        """Inside, ``launch`` runs launches, by the notes of each, and ``memory`` is told as MEMORY.
 
-        ``launch`` takes the notes of a launch. What they raise is raised at the end; there are no
-        more launches then.
+        What they raise is raised at the end; there are no more launches then.
         """
         self._failed = failed = []
         self._runs = functools.partial(self._guarded, launch)
@@ -201,8 +192,7 @@ class Mock:
     def capture(self, stream):
         """Inside, ``stream`` is the current one, and what is queued on it goes into a graph.
 
-        Raises:
-            RuntimeError: no graph comes of it, since a call could not be captured.
+        It raises RuntimeError where no graph comes of it.
         """
         self._captures[stream] = True
         try:
@@ -241,10 +231,10 @@ class Mock:
         return dict(zip(PLAN, found, strict=True))
 
     def calls(self):
-        """The runtime's calls since the last time.
+        """The runtime's calls since the last time: call (the function), device, error, by name.
 
-        Dicts of call (the function), device, error, and of a launch kernel (mangled), grid, block,
-        cluster, shared (bytes), cooperative, parameters (bytes), stream.
+        A launch has kernel (mangled), grid, block, cluster, shared (bytes), cooperative, parameters
+        (bytes) and stream.
         """
         found, self._calls = self._calls, []
         return found

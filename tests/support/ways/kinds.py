@@ -149,19 +149,12 @@ def by_tacotron(side, queries, keys, values, lens):
 
 
 class Kind(NamedTuple):
-    """A kind of module.
+    """A kind of module."""
 
-    Attributes:
-        plain: makes the plain module of hidden size and whether there is a bias.
-        ours: makes ours, of ``cache_keys`` too; None where ours is a plain one, fused.
-        steps: a side's call: contexts and weights.
-        layers: the places of each layer, by its name in bf.LocationAttention.
-    """
-
-    plain: Callable
-    ours: Callable | None
-    steps: Callable
-    layers: dict[str, tuple[str, ...]]
+    plain: Callable  # makes the plain module, of hidden size and whether there is a bias
+    ours: Callable | None  # makes ours, of ``cache_keys`` too; None: ours is a plain one, fused
+    steps: Callable  # a side's call: contexts and weights
+    layers: dict[str, tuple[str, ...]]  # paths of each layer, by its name in bf.LocationAttention
 
 
 def course(hidden, bias):

@@ -18,21 +18,12 @@ compiled = torch.compile(attend, backend="aot_eager")
 
 
 class Run:
-    """A way on a pair of sides.
-
-    Args:
-        way: of table.WAYS.
-        when: of those of the way.
-        training: the mode of the modules.
-        options: of sides.Pair.
-
-    Attributes:
-        between: whether there is a change between calls; else it is made before them.
-        contexts: the plain results, in order; None for a call that failed.
-    """
+    """A way on a pair of sides, at one of its times; ``options`` are those of sides.Pair."""
 
     def __init__(self, way, when=AFTER, training=True, **options):
-        self.way, self.when, self.contexts = way, when, []
+        self.way, self.when = way, when
+        self.contexts = []  # the plain results, in order; None for a call that failed
+        # There is a change between calls; else it is made before them.
         self.between = when == AFTER or way.times > 1
         self.pair = Pair(dtype=way.dtype, **options)
         for side in self.pair.sides:
@@ -254,13 +245,7 @@ def variants(way, mode, every=False):
 
 
 def play(way, mode, **options):
-    """What is wrong with a way, a line each; nothing where all is right.
-
-    Args:
-        way: of ways.WAYS.
-        mode: of MODES.
-        options: of Run.
-    """
+    """What is wrong with a way in a mode, a line each; ``options`` are those of Run."""
     run = Run(way, **options)
     MODES[mode](run)
     results = [context for context in run.contexts if context is not None]

@@ -14,36 +14,22 @@ AFTER, BEFORE, UNFUSED = "after a call", "before the first call", "before it is 
 
 @dataclass(frozen=True)
 class Way:
-    """A change between two calls, or in front of the first.
+    """A change between two calls, or in front of the first."""
 
-    Attributes:
-        what: what changes: keys, values and so on.
-        how: unique among those.
-        change: done to each side, under no_grad unless ``graph``.
-        prepare: done to each side before its first call.
-        graph: whether the change is one of the autograd graph: it runs in the mode of the calls.
-        moves: whether results change.
-        pending: whether results of before the change may have their backward after it. What they
-            saved of a tensor whose data was replaced is the old data or the new, as it happens.
-        without: modes that cannot have it, where the plain module cannot either.
-        kinds: the modules it is for, by their names in kinds.KINDS.
-        layers: names of the layers it is for, of those that a module has; the change is of the
-            side's ``layer``.
-        whens: when it is made.
-        times: how often in training between two calls, backward passes among them; if more than
-            once, so after the first call too where the first time is before it.
-    """
-
-    what: str
-    how: str
-    change: Callable[[Side], object]
-    prepare: Callable[[Side], object] | None = None
-    graph: bool = False
-    moves: bool = True
+    what: str  # changes: keys, values and so on
+    how: str  # unique among those
+    change: Callable[[Side], object]  # done to each side, under no_grad unless ``graph``
+    prepare: Callable[[Side], object] | None = None  # done to each before its first call
+    graph: bool = False  # the change is one of the autograd graph: in the mode of the calls
+    moves: bool = True  # results change
+    # Results of before may have their backward after it. What they saved of a tensor whose data
+    # was replaced is the old data or the new, as it happens.
     pending: bool = True
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # modes that cannot have it, as the plain module cannot
     dtype: torch.dtype = torch.float64
-    kinds: tuple[str, ...] = ("additive",)
-    layers: tuple[str, ...] = ()
-    whens: tuple[str, ...] = (AFTER,)
+    kinds: tuple[str, ...] = ("additive",)  # of modules it is for, of kinds.KINDS
+    layers: tuple[str, ...] = ()  # it is for, of those that a module has: of the side's ``layer``
+    whens: tuple[str, ...] = (AFTER,)  # it is made
+    # How often in training between two calls, backward passes among them; if more than once, so
+    # after the first call too where the first time is before it.
     times: int = 1
