@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import as_exact
-from contract import LARGE, lens
+from contract import LARGE, lens, operands
 from decoders import CELLS, by_steps, given, layer, operator_of
 from decoders import results as of_decoder
 from drawing import cases, drawn
@@ -177,9 +177,7 @@ def test_projections(kind, queries, dtype):
 
 
 def problem(tq, tk, h, dv, dtype, b=2):
-    torch.manual_seed(1)
-    shapes = (b, tq, h), (b, tk, h), (b, tk, dv), (1, h)
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    return operands(dtype, b, tq, tk, h, dv)[0]
 
 
 def results(inputs, valid_lens=None, *dropout, of=None):

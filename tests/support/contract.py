@@ -172,10 +172,8 @@ def operands(dtype, B=2, Tq=3, Tk=5, H=7, Dv=4, C=0, activation=0, grad=True):
     generator = torch.Generator().manual_seed(0)
     shapes = (B, Tq, H), (B, Tk, H), (B, Tk, Dv), (1, H)
     shapes += ((B, Tk, C), (H, C)) if C else ()
-    made = [
-        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
-        for s in shapes
-    ]
+    drawn = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    made = [x.to(dtype).requires_grad_(grad) for x in drawn]
     features, w_f = made[4:] or (None, None)
     numbers = {"activation": activation, "negative_slope": 0.2}
     return made[:4], {"features": features, "w_f": w_f, **numbers}

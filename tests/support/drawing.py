@@ -58,10 +58,7 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
     some = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     laid = draw(st.lists(st.sampled_from(scaled), max_size=4, unique=True))
     case = Case(
-        **size,
-        **form,
-        lens=length,
-        mask=mask,
+        **{**size, **form, "lens": length, "mask": mask},
         bias=draw(st.booleans()),
         tied=draw(st.booleans()),
         grads=draw(st.sampled_from(["both", "both", "context", "weights"])),
@@ -80,9 +77,6 @@ def cases(draw, dtype, most=None, masks=False, inside=False):
 
 
 drawn = settings(
-    max_examples=80,
-    derandomize=True,
-    database=None,
-    deadline=None,
+    max_examples=80, derandomize=True, database=None, deadline=None,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip

@@ -122,10 +122,9 @@ def _download(top):
     with tempfile.TemporaryDirectory(dir=WHEELS) as folder:  # others may download it too
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
         command += ["--only-binary", ":all:", "--dest", folder, RELEASES[top]]
+        how = {"capture_output": True, "text": True, "timeout": SECONDS}
         try:
-            ran = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=SECONDS
-            )
+            ran = subprocess.run(command, check=False, **how)
             problem = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
         except subprocess.TimeoutExpired:
             problem = f"no answer in {SECONDS} s"
@@ -136,15 +135,7 @@ def _download(top):
 
 
 def load(module, name):
-    """A class of another package.
-
-    Args:
-        module: its module.
-        name: of the class.
-
-    Raises:
-        UnavailableError: there is no wheel of the package, and none can be downloaded.
-    """
+    """A class of another package, or UnavailableError: no wheel is there or can be downloaded."""
     return getattr(_module(module), name)
 
 

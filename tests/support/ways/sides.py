@@ -16,23 +16,18 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class Side:
-    """A module, and the tensors of its calls; changes draw their numbers from ``draw``.
-
-    Attributes:
-        step: what a call goes by: the module, or compiled code that takes the module first.
-        pending: results whose backward is still to come.
-        notes: what a way prepared for its change.
-        place: the layer that is changed, as a path in the module.
-        look: what is done with the weights of each call that has gradients, of WATCHED.
-        seen: of that, what is compared with the gradients: functions that give it then.
-    """
+    """A module, and the tensors of its calls; changes draw their numbers from ``draw``."""
 
     def __init__(self, module, tensors, encoder, steps, place=None, seed=5):
-        self.module, self.encoder, self.step = module, encoder, None
-        self._steps, self.place, self.look, self.seen = steps, place, None, []
+        self.module, self.encoder, self._steps = module, encoder, steps
+        self.step = None  # compiled code of a call, which takes the module first
+        self.place = place  # the layer that is changed, as a path in the module
+        self.look = None  # done with the weights of each call that has gradients, of WATCHED
+        self.seen = []  # by that, to be compared with the gradients: functions that give it then
         self.source, self.queries, self.keys, self.values, self.lens = tensors
         self.generator = torch.Generator().manual_seed(seed)
-        self.pending, self.notes = [], {}
+        self.pending = []  # results whose backward is still to come
+        self.notes = {}  # what a way prepared for its change
 
     def draw(self, *shape):
         """Normal numbers, the same ones on each side, in the dtype of the keys."""
@@ -116,25 +111,12 @@ WATCHED = {
 
 
 class Pair:
-    """Two sides, or three: with ``exact`` the plain one once more, in float64.
-
-    Attributes:
-        wrong: what differed so far, a line each.
-        eager: the largest error, relative, that the plain side made against the exact one.
-    """
+    """Two sides, or three: with ``exact`` the plain one once more, in float64."""
 
     def __init__(
-        self,
-        *,
-        size=REMEMBERED,
-        dtype=torch.float64,
-        bias=True,
-        cache_keys=True,
-        seed=0,
-        exact=False,
-        kind="additive",
-        place=None,
-    ):
+        self, *, size=REMEMBERED, dtype=torch.float64, bias=True, cache_keys=True, seed=0,
+        exact=False, kind="additive", place=None,
+    ):  # fmt: skip
         batch, keys_len, hidden = size
         kind = self._kind = KINDS[kind]
         generator = torch.Generator().manual_seed(seed)
@@ -160,7 +142,8 @@ class Pair:
         self.sides = [side(plain, dtype), side(ours, dtype)]
         if exact:
             self.sides.append(side(copy.deepcopy(plain), torch.float64))
-        self.wrong, self.eager = [], 0.0
+        self.wrong = []  # what differed so far, a line each
+        self.eager = 0.0  # the largest error, relative, of the plain side against the exact one
 
     @property
     def ours(self):
