@@ -6,15 +6,14 @@ import sys
 import pytest
 from fresh import forked, python
 
-MEASURE = """
+STATUS = """
 import gc, torch, bahdanau_fast as bf
-torch.set_num_threads(2)
-
 def status(field):
-    for line in open("/proc/self/status"):
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-
+    (line,) = (line for line in open("/proc/self/status") if line.startswith(field))
+    return int(line.split()[1]) * 1024
+"""
+MEASURE = """
+torch.set_num_threads(2)
 B, Tq, Tk, H = {sizes}
 
 def op(B, Tq, Tk, H):
@@ -58,7 +57,7 @@ print(*both({what}, B, Tq, Tk, H))
 
 
 def measure(what, sizes):
-    code = MEASURE.format(what=what, sizes=sizes)
+    code = STATUS + MEASURE.format(what=what, sizes=sizes)
     # Freed memory goes back at once, so that the peak is what is held.
     held = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     return map(int, python("-c", code, **held).stdout.split())
@@ -83,11 +82,6 @@ def test_peak_of_forward_and_backward(what, sizes):
 
 
 GROWTH = """
-import torch, bahdanau_fast as bf
-def resident():
-    for line in open("/proc/self/status"):
-        if line.startswith("VmRSS"):
-            return int(line.split()[1])
 torch.set_num_threads(1)
 attention = bf.AdditiveAttention(64, 64, 64, 0.1)
 query = torch.randn(8, 1, 64)
@@ -102,14 +96,14 @@ def decode(steps, grad):
             context.sum().backward()
 for grad in (False, True):
     decode(400, grad)
-    before = resident()
+    before = status("VmRSS")
     decode(4000, grad)
-    print(resident() - before)
+    print(status("VmRSS") - before)
 """
 
 
 @linux
 def test_a_decoder_loop_does_not_grow():
     # A leaked context or weight a step would be 4000 * (2 to 200) KB; the heap moves by 2 MB.
-    for grown in map(int, forked("-c", GROWTH).stdout.split()):
-        assert grown < 4000, f"{grown} KB more after 4000 steps"
+    for grown in map(int, forked("-c", STATUS + GROWTH).stdout.split()):
+        assert grown < 4000 * 1024, f"{grown} bytes more after 4000 steps"

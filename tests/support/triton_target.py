@@ -8,11 +8,13 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from sysconfig import get_paths
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
+from triton.compiler.compiler import CompiledKernel
 
 from bahdanau_fast.backends.triton import call, launch, register  # noqa: F401  loads the kernels
 from bahdanau_fast.kernels import plans
@@ -87,6 +89,24 @@ class _Driver:
 
     def load_binary(self, *_):
         return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads of a block
+
+
+class Launched(CompiledKernel):
+    """A kernel that was not compiled; ``launched(grid, stream, arguments)`` takes its launches."""
+
+    def __init__(self, launched):
+        self.launched, self.module, self.metadata = launched, None, SimpleNamespace()
+        self.function, self.packed_metadata = object(), object()
+
+    def _run(self, *given):
+        *grid, stream, function, packed, _, _, _ = given[:9]
+        assert (function, packed) == (self.function, self.packed_metadata)
+        self.launched(grid, stream, given[9:])
+
+    run = property(lambda self: self._run)
+
+    def launch_metadata(self, *_):
+        return None
 
 
 @contextmanager

@@ -19,8 +19,7 @@ import test_operator_errors as errors
 import torch
 import triton
 from layouts import LAYOUTS
-from triton.compiler.compiler import CompiledKernel
-from triton_target import target_is
+from triton_target import Launched, target_is
 from warmed_up import call
 
 import bahdanau_fast
@@ -46,32 +45,13 @@ FOUND = (x for module in MODULES for x in vars(module).values())
 KERNELS = [x for x in FOUND if isinstance(x, triton.JITFunction)]
 
 
-class Stub(CompiledKernel):
-    """A kernel that is noted where it would be launched."""
-
-    def __init__(self, name, key, launches):
-        self.name, self.key, self.launches, self.module = name, key, launches, None
-        self.function, self.packed_metadata = object(), object()
-        self.metadata = SimpleNamespace()
-
-    def _note(self, *given):
-        *grid, stream, function, packed, _, _, _ = given[:9]
-        assert (function, packed) == (self.function, self.packed_metadata)
-        self.launches.append((self.name, self.key, grid, stream, given[9:]))
-
-    run = property(lambda self: self._note)
-
-    def launch_metadata(self, *_):
-        return None
-
-
 @contextmanager
 def noted(target="sm_90"):
     """Inside, launches for a target are noted."""
     launches = []
 
     def compiled(kernel, key, *_, **__):
-        made = Stub(kernel.__name__, key, launches)
+        made = Launched(lambda *launch: launches.append((kernel.__name__, key, *launch)))
         kernel.device_caches[target][0][key] = made
         return made
 
@@ -400,11 +380,11 @@ def test_memory_of_a_piece_is_free_before_the_next(monkeypatch):
     monkeypatch.setattr(plans, "query_chunk", lambda *_: 17)
     seen, living = weakref.WeakValueDictionary(), []
 
-    def note(_, *arguments):
-        seen.update({id(x): x for x in arguments if isinstance(x, torch.Tensor)})
+    def note(_, *given):
+        seen.update({id(x): x for x in given if isinstance(x, torch.Tensor)})
         living.append(len({x.untyped_storage().data_ptr() for x in seen.values()}))
 
-    monkeypatch.setattr(Stub, "_note", note)
+    monkeypatch.setattr(Launched, "_run", note)
     with noted():
         for _ in range(4):
             call(attention, **given, need_weights=False)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton
 from checked import MISTAKES, checking, finds
-from triton.compiler.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
+from triton_target import Launched
 
 from bahdanau_fast import cli
 from bahdanau_fast.backends.triton import launch as launches
@@ -30,22 +30,6 @@ WRITES = {
 SHORT = families.attention(Case("short queries", 1, 17, 20, 16, (8, 8, 8)))
 
 
-class Kept(CompiledKernel):
-    """A kernel that can be launched again, as one that was compiled."""
-
-    def __init__(self, kernel, launch):
-        self.kernel, self.launch, self.module = kernel, launch, None
-        self.function, self.packed_metadata = object(), object()
-
-    def _launch_again(self, *given):
-        *grid, _, function, packed, _, _, _ = given[:9]
-        assert (function, packed) == (self.function, self.packed_metadata)
-        named = dict(zip(self.kernel.arg_names, given[9:], strict=True))
-        self.launch(self.kernel, tuple(grid), named, "kept-launches")
-
-    run = property(lambda self: self._launch_again)
-
-
 @pytest.fixture
 def planted():
     """What becomes of what a kernel writes, by family."""
@@ -58,8 +42,12 @@ def planted():
             mistakes.get(family or own, id)(named[writes])
 
     def first(kernel, *, grid, warmup, **named):
+        def again(grid, _, arguments):
+            named = dict(zip(kernel.arg_names, arguments, strict=True))
+            launch(kernel, tuple(grid), named, "kept-launches")
+
         launch(kernel, grid, named)
-        return Kept(kernel, launch)
+        return Launched(again)
 
     driver = SimpleNamespace(get_current_stream=lambda _: 0, get_current_device=lambda: 0)
     short = families._experiment(SHORT, BF16)
