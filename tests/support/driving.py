@@ -100,11 +100,7 @@ def coverage(module, draw, source):
 
 def opennmt(module, draw, source):
     keys = draw(B, source, Q)
-    for shape, lens in (
-        ((B, Q), lens_of(source)),
-        ((B, 3, Q), lens_of(source)),
-        ((B, Q), None),
-    ):
+    for shape, lens in (((B, Q), lens_of(source)), ((B, 3, Q), lens_of(source)), ((B, Q), None)):
         states, weights = module(draw(*shape), keys, lens)
         yield from (("states", states), ("weights", weights))
 

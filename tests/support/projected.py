@@ -14,10 +14,7 @@ def normal(size):
 
 def opposite(size, spread):
     """Of queries and keys, whose sums are small beside them."""
-    return lambda draw: (
-        size * (1 + spread * draw("queries")),
-        -size * (1 + spread * draw("keys")),
-    )
+    return lambda draw: (size * (1 + spread * draw("queries")), -size * (1 + spread * draw("keys")))
 
 
 def saturated(size):

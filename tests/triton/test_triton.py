@@ -63,14 +63,13 @@ def gpus(monkeypatch):
     """Has GPUs of these compute capabilities, the first of them the current one."""
 
     def there(*capabilities):
+        def capability(device=None):
+            return capabilities[device.index or 0 if device else 0]
+
         for place, name, value in (
             (torch.version, "cuda", "13.0"),
             (torch.cuda, "is_available", lambda: True),
-            (
-                torch.cuda,
-                "get_device_capability",
-                lambda x=None: capabilities[x.index or 0 if x else 0],
-            ),
+            (torch.cuda, "get_device_capability", capability),
             (availability, "_load", lambda *_: None),
             (availability, "_does_not_run", lambda: None),
             (availability, "cuda_problem", availability.cuda_problem.__wrapped__),
@@ -88,12 +87,8 @@ TOO_OLD = "not available: compute capability {} is needed, this GPU has {}"
 @no_gpu
 @pytest.mark.parametrize(
     ("capability", "taken"),
-    [
-        ((7, 0), "reference"),
-        ((7, 5), "triton"),
-        *(((n, 0), "cuda") for n in (8, 9, 12)),
-        ((8, 6), "cuda"),
-    ],
+    [((7, 0), "reference"), ((7, 5), "triton"), ((8, 6), "cuda")]
+    + [((n, 0), "cuda") for n in (8, 9, 12)],
 )
 def test_what_a_compute_capability_has(capability, taken, gpus):
     gpus(capability)
