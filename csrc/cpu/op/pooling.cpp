@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "attend.h"
+#include "cpu/kernels/simd.h"
 #include "project.h"
 
 namespace bahdanau_fast {
@@ -53,6 +54,21 @@ std::tuple<Tensor, Tensor> pool(const Tensor& keys, const Tensor& w_v, const Ten
   const auto results = pool_recorded(keys, w_v, values, b_v, gate, w, b, w_gate, b_gate, valid_lens,
                                      mask, seed, dropout_p, narrow);
   return {std::get<0>(results), std::get<1>(results)};
+}
+
+// *sum += gradient, both contiguous.
+void add(const Tensor& gradient, Tensor* sum) {
+  with_type_of(gradient, "gradient", [&](auto type) {
+    using T = decltype(type);
+    const T* from = static_cast<const T*>(gradient.const_data_ptr());
+    T* to = static_cast<T*>(sum->mutable_data_ptr());
+    for (int64_t i = 0, count = sum->numel(); i < count; ++i) {
+      if constexpr (std::is_integral<T>::value)
+        to[i] += from[i];
+      else
+        narrow(widen(to[i]) + widen(from[i]), to + i);
+    }
+  });
 }
 
 using PoolGradients =
@@ -111,7 +127,7 @@ PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeT
     std::tie(more, grad_w_gate, grad_b_gate) =
         behind(keys, *w_gate, b_gate, w_v)
             .backward(grad_gate, needs_keys, needs & need_gate_weight, needs & need_gate_bias);
-    if (needs_keys) grad_keys = torch::stable::subtract(grad_keys, more, -1.0);
+    if (needs_keys) add(more, &grad_keys);
     grad_gate = none();
   }
   return {grad_keys, grad_w_v, grad_values, grad_b_v,   grad_gate,
