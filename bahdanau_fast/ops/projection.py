@@ -1,15 +1,14 @@
 """``x @ weight.T`` by the fastest of the matrix products that torch ships for the CPU.
 
 PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
-Intel's. oneDNN, the other library inside torch, goes by what the processor can do: with AVX-512 on
-an AMD Zen 5 it is up to 2.3 times as fast. On Intel's, MKL
-is nowhere slower and up to 3.7 times as fast. ``Limits.onednn_work`` has it both ways.
+Intel's. oneDNN, the other library inside torch, goes by what the processor can do, and is the
+faster one on AMD's Zen 5. ``Limits.onednn_work`` says where.
 
 Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
 their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
 
-Of few rows and a large weight MKL takes up to three times as long as this package's product, on
-AMD's processors without AVX-512. ``Limits.few_rows`` says of how many.
+Of few rows and a large weight MKL takes up to five times as long as this package's product, on
+AMD's processors. ``Limits.few_rows`` says of how many.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ ONEDNN_TERMS, ONEDNN_COPIED_TERMS = 256, 512
 TURNED_ROWS, TURNED_ROWS_MOST = 16, 48
 # What this package's product is worth: features of a row, rows of the weight, and elements of
 # the weight for each row; of one row, of which MKL makes less work, elements of the weight.
-FEW_ROWS_FEATURES, FEW_ROWS_HIDDEN, FEW_ROWS_WEIGHT = 256, 128, 4096
+FEW_ROWS_FEATURES, FEW_ROWS_HIDDEN, FEW_ROWS_WEIGHT = 256, 128, 8192
 ONE_ROW_WEIGHT = 1 << 18
 
 
@@ -75,9 +74,10 @@ _onednn = _find_onednn()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = False) -> Tensor:
     """``F.linear`` in result and gradients; ``plain``, it is that function: for the reference."""
     faster = None if plain else way(x, weight)
-    if faster is None:
+    records = faster is not None and checks.needs_gradient(x, weight, bias)
+    if faster is None or (records and way(x, weight, trains=True) is None):
         return F.linear(x, weight, bias)
-    if checks.needs_gradient(x, weight, bias):
+    if records:
         product: Tensor = _Linear.apply(x, weight, bias, None)  # type: ignore[no-untyped-call]
         return product
     return faster(x, weight, bias)
@@ -123,7 +123,9 @@ def waiting(keys: Tensor, token: BackwardToken) -> Tensor:
     return result
 
 
-def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+def way(
+    x: Tensor, weight: Tensor, trains: bool = False
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
     """The product that takes the place of ``F.linear``; None where nothing does."""
     # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
     if torch.compiler.is_compiling():
@@ -131,10 +133,10 @@ def way(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         return None  # for an error in torch's words
     own, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
-    found = None
-    if _onednn is None and _is_few(elements, hidden, size):
+    least, found = own.onednn_work_to_train if trains else own.onednn_work, None
+    if _is_few(elements, hidden, size):
         found = few_rows.multiply
-    elif elements * hidden >= own.onednn_work and elements >= ONEDNN_ROWS * size:
+    elif elements * hidden >= least and elements >= ONEDNN_ROWS * size:
         found = None if _onednn is None else multiply
     elif min(hidden, size) >= own.turned_side:
         pays = TURNED_ROWS * size <= elements <= TURNED_ROWS_MOST * size
@@ -200,7 +202,7 @@ def sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     pays = (
         _onednn is not None
         and min(left.shape[-1], right.shape[-1]) >= ONEDNN_SIDE
-        and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work
+        and left.numel() * right.shape[-1] >= limits.LIMITS.onednn_work_to_train
         and _is_plain(left, right)
     )
     left, right = _rows(left), _rows(right)
@@ -213,7 +215,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight``: the gradient of the inputs of a layer; not differentiable again."""
     if (
         _onednn is None
-        or x.numel() * weight.shape[1] < limits.LIMITS.onednn_work
+        or x.numel() * weight.shape[1] < limits.LIMITS.onednn_work_to_train
         or not _is_plain(x, weight)
     ):
         return x @ weight
@@ -235,7 +237,7 @@ class _Linear(torch.autograd.Function):
             for_x, for_weight, _, _ = ctx.needs_input_grad
             ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         inputs = x.detach(), weight.detach(), None if bias is None else bias.detach()
-        faster = way(*inputs[:2])
+        faster = way(*inputs[:2], trains=True)
         ctx.few = faster is few_rows.multiply
         return (faster or F.linear)(*inputs)
 

@@ -18,13 +18,13 @@ def of(*shape):
 
 @pytest.fixture(autouse=True)
 def family():
-    """The limits of AMD's processors: on Intel's nothing goes through oneDNN."""
-    with of_family("amd"):
+    """The limits of AMD's Zen 5: on others nothing goes through oneDNN."""
+    with of_family("zen5"):
         yield
 
 
 def of_family(name):
-    fields = ("onednn_work", "turned_side", "few_rows")
+    fields = ("onednn_work", "onednn_work_to_train", "turned_side", "few_rows")
     return limits.using(**{each: getattr(limits.FAMILIES[name], each) for each in fields})
 
 
@@ -41,7 +41,9 @@ def onednn(request, monkeypatch):
     elif request.param == "transposed":
         monkeypatch.setattr(projection, "TURNED_ROWS", 0)
         monkeypatch.setattr(projection, "TURNED_ROWS_MOST", limits.NEVER)
-        with limits.using(onednn_work=limits.NEVER, turned_side=0):
+        with limits.using(
+            onednn_work=limits.NEVER, onednn_work_to_train=limits.NEVER, turned_side=0
+        ):
             assert projection.way(of(3, D), of(H, D)) is projection.multiply_turned
             yield None
     else:
@@ -92,24 +94,23 @@ def test_some_rows_of_a_large_weight_are_transposed_on_intel(rows, hidden, turne
     ("rows", "features", "hidden", "few"),
     [
         *((1, 512, 512, True), (1, 512, 511, False), (2, 512, 128, True), (2, 512, 127, False)),
-        *((2, 256, 128, True), (2, 255, 512, False), (16, 512, 128, True), (17, 512, 128, False)),
+        *((2, 256, 128, True), (2, 255, 512, False), (8, 512, 128, True), (9, 512, 128, False)),
         *((32, 512, 512, True), (33, 512, 512, False)),
     ],
 )
-def test_few_rows_of_a_large_weight_are_our_own_on_amd(monkeypatch, rows, features, hidden, few):
+def test_few_rows_of_a_large_weight_are_our_own_on_amd(rows, features, hidden, few):
     x, weight = of(rows, 1, features), of(hidden, features)
-    monkeypatch.setattr(projection, "_onednn", None)
-    assert (projection.way(x, weight) is few_rows.multiply) == few
-    with of_family("intel"):
-        assert projection.way(x, weight) is not few_rows.multiply
-    monkeypatch.setattr(projection, "_onednn", F.linear)  # as with AVX-512
-    assert projection.way(x, weight) is not few_rows.multiply
+    with of_family("amd"):
+        assert (projection.way(x, weight) is few_rows.multiply) == few
+    for name in ("intel", "zen5"):
+        with of_family(name):
+            assert projection.way(x, weight) is not few_rows.multiply
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_the_reference_takes_torchs_own_products(monkeypatch, backend):
     asked, own = [], few_rows.multiply
-    monkeypatch.setattr(projection, "_onednn", None)
+    monkeypatch.setattr(limits, "LIMITS", limits.FAMILIES["amd"])
     monkeypatch.setattr(few_rows, "multiply", lambda *inputs: asked.append(1) or own(*inputs))
     attention = bf.AdditiveAttention(512, 512, 512).eval()
     features = bf.LocationAttention(512, 512, 512, channels=2, kernel_size=3).eval()
@@ -209,6 +210,19 @@ def test_the_same_bits_for_any_number_of_threads(rows, threads):
         results.append((out, *torch.autograd.grad(out, (x, weight), of(rows, 512))))
     for result in results:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("rows", "evaluated"), [(1024, True), (1023, False)])
+def test_zen_4_takes_onednn_without_gradients_alone(rows, evaluated, monkeypatch):
+    asked = []
+    monkeypatch.setattr(projection, "_onednn", lambda x, w, *_: asked.append(1) or F.linear(x, w))
+    x, weight = of(rows, 256), of(128, 256).requires_grad_()
+    with of_family("amd"):
+        projection.linear(x, weight).sum().backward()
+        assert not asked
+        with torch.no_grad():
+            projection.linear(x, weight)
+    assert bool(asked) == evaluated
 
 
 def test_what_oneDNN_is_not_asked_for(monkeypatch):

@@ -1,6 +1,7 @@
 """Where a call goes: by its sizes, the family of the processor and the backend asked for."""
 
 import math
+import platform
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,23 @@ def test_this_processor_has_a_family():
     with limits.using(few_rows=7):
         assert limits.LIMITS.few_rows == 7
     assert limits.LIMITS is limits.FAMILIES[limits.family()]
+
+
+@pytest.mark.parametrize(
+    ("maker", "number", "family"),
+    [
+        *(("AuthenticAMD", 25, "amd"), ("AuthenticAMD", 26, "zen5"), ("GenuineIntel", 6, "intel")),
+        *(("HygonGenuine", 24, "x86"), ("AuthenticAMD", None, "amd"), (None, None, "x86")),
+    ],
+)
+def test_families(maker, number, family, monkeypatch):
+    lines = {"processor": 0, "vendor_id": maker, "cpu family": number, "flags": "fpu: vme"}
+    text = "\n".join(f"{name}\t: {x}" for name, x in lines.items() if x is not None)
+    monkeypatch.setattr(Path, "read_text", lambda _: text)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert limits.family() == family
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert limits.family() == "arm"
 
 
 def test_numbers_that_stand_in_two_languages():
