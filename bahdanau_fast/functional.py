@@ -199,11 +199,8 @@ def additive_scores(
         ValueError: ranks, sizes, devices, ``activation``, ``clip`` or ``backend`` do not fit.
 
     >>> import torch
-    >>> scores = additive_scores(
-    ...     torch.zeros(1, 1, 2), torch.ones(1, 4, 2), *torch.ones(2, 3, 2), torch.ones(3),
-    ...     activation="relu",
-    ... )
-    >>> scores.tolist()
+    >>> q, k, w = torch.zeros(1, 1, 2), torch.ones(1, 4, 2), torch.ones(3, 2)
+    >>> additive_scores(q, k, w, w, w[:, 0], activation="relu").tolist()
     [[[6.0, 6.0, 6.0, 6.0]]]
     """
     (queries, keys, _, _), _, shape = as_rows(queries, keys, keys, None, None)
@@ -214,11 +211,6 @@ def additive_scores(
     checks.score_terms(*terms, keys, hidden)
     if clip is not None:
         checks.finite("clip", clip)
-    call = Call(
-        *(queries, keys, keys, w_v, w_q, w_k, bias),
-        terms=terms,
-        scores_only=True,
-        shape=shape,
-        backend=backend,
-    )
+    tensors = queries, keys, keys, w_v, w_q, w_k, bias
+    call = Call(*tensors, terms=terms, scores_only=True, shape=shape, backend=backend)
     return run.scores(call, clip)
