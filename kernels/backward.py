@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from .elementary import product
-from .masking import load_valid_len, seen_keys, survivors, weigh_difference
-from .tiles import VARYING, load_stored, program_blocks, store_tile
+from .masking import load_valid_len, seen_keys, softmax_gradients, survivors
+from .tiles import VARYING, load_at, load_stored, program_blocks, store_tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -40,17 +40,13 @@ def grad_weights_kernel(
         for d0 in range(0, Dv, BLOCK_D):
             d = d0 + tl.arange(0, BLOCK_D)
             g = load_stored(grad_rows, real, d, Dv)
-            v = tl.load(
-                values + b * v_batch + wide_j * v_row + d[:, None],
-                mask=weighed[None, :] & (d < Dv)[:, None],
-                other=0.0,
-            )
+            at = values + b * v_batch + wide_j * v_row + d[:, None]
+            v = tl.load(at, mask=weighed[None, :] & (d < Dv)[:, None], other=0.0)
             total += product(g, v, PRECISION)
         if seed is not None:
             total *= survivors(seed, threshold, scale_bits, row[:, None], j[None, :])
     if grad_weights is not None:
-        g = grad_weights + b * gw_batch + wide_i * gw_row + wide_j
-        total += tl.load(g, mask=seen, other=0.0).to(tl.float32)
+        total += load_at(grad_weights + b * gw_batch + wide_i * gw_row + wide_j, seen)
     tl.store(out + row[:, None] * Tk + j[None, :], tl.where(seen, total, 0.0), mask=valid)
 
 
@@ -74,23 +70,20 @@ def grad_softmax_kernel(
     mass = tl.zeros([BLOCK_K], tl.float32)
     for k0 in range(0, valid_len, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < valid_len, other=0.0).to(tl.float32)
-        total += p * tl.load(grads + j, mask=j < valid_len, other=0.0).to(tl.float32)
+        p = load_at(weights + j, j < valid_len)
+        total += p * load_at(grads + j, j < valid_len)
         if rounded:
             mass += p
-    mean = tl.sum(total, axis=0)
+    mean, inverse = tl.sum(total, axis=0), 1.0
     if rounded:
         inverse = 1.0 / tl.where(valid_len > 0, tl.sum(mass, axis=0), 1.0)
         mean *= inverse
     for k0 in range(0, padded, BLOCK_K):
         j = k0 + tl.arange(0, BLOCK_K)
-        p = tl.load(weights + j, mask=j < valid_len, other=0.0).to(tl.float32)
-        g = tl.load(grads + j, mask=j < valid_len, other=0.0).to(tl.float32)
-        if rounded:
-            p *= inverse
-        tl.store(
-            out + j, tl.where(j < valid_len, weigh_difference(p, g, mean), 0.0), mask=j < padded
-        )
+        valid = j < valid_len
+        g = load_at(grads + j, valid)
+        s = softmax_gradients(weights + j, g, mean, inverse, valid, valid, rounded)
+        tl.store(out + j, s, mask=j < padded)
 
 
 @triton.jit(do_not_specialize=VARYING)

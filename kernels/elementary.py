@@ -106,8 +106,9 @@ def near_zero(z, away):
 
 
 @triton.jit
-def with_slope(z, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
-    """The activation of z and its slope, for any magnitude."""
+def with_slope(z, g, slope, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, NATIVE: tl.constexpr):
+    """The activation of z and its slope, for any magnitude; of zero where the gradient g is."""
+    z = tl.where(g == 0.0, 0.0, z)  # NaN reaches only the queries that attend to it
     if ACTIVATION != TANH:
         t = act(z, slope, ACTIVATION)
         step = tl.where(z > 0.0, 1.0, 0.0 if ACTIVATION == RELU else slope)

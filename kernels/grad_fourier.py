@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .elementary import TANH, largest_of, product, reciprocal, sum_of, with_slope
 from .masking import rows_and_others
-from .tiles import load_row, load_tile, program_blocks, store_row, store_tile
+from .tiles import load_at, load_row, load_tile, program_blocks, store_sum, store_tile
 
 HARMONICS = tl.constexpr(16)
 # What a period has beside the largest |z|, and the largest with which harmonics fall off in time.
@@ -75,37 +75,53 @@ def load_others(others, first, last, o_row, h, H, BLOCK_O: tl.constexpr):
 
 @triton.jit
 def load_gradients(
-    gradients, g_other, r, R, first, O, ROWS_ARE_KEYS: tl.constexpr, BLOCK_O: tl.constexpr
+    grads, g_other, r, R, first, O, ROWS_ARE_KEYS: tl.constexpr, BLOCK_O: tl.constexpr
 ):
     """Gradients of scores, (rows,BLOCK_O). In memory rows of keys go on to a multiple of a tile."""
     o = first + tl.arange(0, BLOCK_O)
     valid = (o < O)[None, :] if ROWS_ARE_KEYS else (r < R)[:, None]
-    return tl.load(gradients[:, None] + o.to(tl.int64)[None, :] * g_other, mask=valid, other=0.0)
+    return tl.load(grads[:, None] + o.to(tl.int64)[None, :] * g_other, mask=valid, other=0.0)
 
 
 @triton.jit
-def load_eight(others, gradients, inside, first, last, o_row, g_other, h, H):
+def load_eight(others, grads, inside, first, last, o_row, g_other, h, H):
     """Eight others, (8,BLOCK_H), and gradients of their scores, (rows,1,8); zeros outside."""
     y, o = load_others(others, first, last, o_row, h, H, 8), first + tl.arange(0, 8)
-    at = gradients[:, None] + o.to(tl.int64)[None, :] * g_other
-    g = tl.load(at, mask=inside[:, None] & (o < last)[None, :], other=0.0)
-    return y, g.to(tl.float32)[:, None, :]
+    at = grads[:, None] + o.to(tl.int64)[None, :] * g_other
+    return y, load_at(at, inside[:, None] & (o < last)[None, :])[:, None, :]
 
 
 @triton.jit
-def direct_sums(x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE: tl.constexpr):
+def direct_sums(x, others, grads, inside, last, o_row, g_other, h, H, NATIVE: tl.constexpr):
     """Sums over the others of gradients times slopes, and times tanh, element by element."""
     slope_sums = tl.zeros([x.shape[0], x.shape[1], 8], tl.float32)
     tanh_sums = tl.zeros([x.shape[0], x.shape[1], 8], tl.float32)
-    y, g = load_eight(others, gradients, inside, 0, last, o_row, g_other, h, H)
+    y, g = load_eight(others, grads, inside, 0, last, o_row, g_other, h, H)
     for first in range(0, last, 8):
-        # NaN reaches only the queries that attend to it.
-        z = tl.where(g == 0.0, 0.0, x[:, :, None] + tl.trans(y)[None, :, :])
-        t, u = with_slope(z, 0.0, TANH, False, NATIVE)
+        t, u = with_slope(x[:, :, None] + tl.trans(y)[None, :, :], g, 0.0, TANH, False, NATIVE)
         slope_sums += g * u
         tanh_sums += g * t
-        y, g = load_eight(others, gradients, inside, first + 8, last, o_row, g_other, h, H)
+        y, g = load_eight(others, grads, inside, first + 8, last, o_row, g_other, h, H)
     return tl.sum(slope_sums, axis=2), tl.sum(tanh_sums, axis=2)
+
+
+@triton.jit
+def fourier_sums(x, cos_sums, sin_sums, period, TANHS: tl.constexpr, NATIVE: tl.constexpr):
+    """The same sums from those of gradients times the others' sinusoids; of tanh only if wanted."""
+    cos_sums = tl.reshape(cos_sums, x.shape[0], x.shape[1], HARMONICS)
+    sin_sums = tl.reshape(sin_sums, x.shape[0], x.shape[1], HARMONICS)
+    cosines, sines = sinusoids(x, period, x.shape[0], x.shape[1])
+    n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
+    angle = n * (6.283185307179586 / period)
+    a = tl.maximum(angle, 1e-6) * 1.5707963267948966
+    factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
+    factor = tl.where(n == 0.0, 2.0 / period, factor)
+    harmonics = cosines * cos_sums - tl.where(n == 0.0, 0.0, sines) * sin_sums
+    slope_sums, tanh_sums = tl.sum(harmonics * factor, axis=2), tl.zeros_like(x)
+    if TANHS:
+        factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
+        tanh_sums = tl.sum((sines * cos_sums + cosines * sin_sums) * factor, axis=2)
+    return slope_sums, tanh_sums
 
 
 @triton.jit(do_not_specialize=["R", "O", "lens_batch"])
@@ -129,7 +145,7 @@ def grad_fourier_kernel(
     x = load_tile(rows + b * r_batch + r.to(tl.int64) * r_row, inside, h, H)
     w = load_row(w_v, h, H)
     others += b * o_batch
-    gradients = grad_scores + b * g_batch + r.to(tl.int64) * g_row
+    grads = grad_scores + b * g_batch + r.to(tl.int64) * g_row
     far = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
     for first in range(0, last, BLOCK_O):
         y = load_others(others, first, last, o_row, h, H, BLOCK_O)
@@ -140,44 +156,28 @@ def grad_fourier_kernel(
     period = most + MARGIN
     accurate = period <= longest
     if accurate:
-        cos_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
-        sin_coefficients = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
+        cos_sums = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
+        sin_sums = tl.zeros([BLOCK_R, BLOCK_H * HARMONICS], tl.float32)
         y = load_others(others, 0, last, o_row, h, H, BLOCK_O)
         for first in tl.range(0, last, BLOCK_O, num_stages=STAGES):
-            g = load_gradients(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
+            g = load_gradients(grads, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             cosines, sines = sinusoids(y, period, BLOCK_O, BLOCK_H)
             y = load_others(others, first + BLOCK_O, last, o_row, h, H, BLOCK_O)
             cosines = tl.reshape(cosines, BLOCK_O, BLOCK_H * HARMONICS).to(g.dtype)
             sines = tl.reshape(sines, BLOCK_O, BLOCK_H * HARMONICS).to(g.dtype)
-            cos_coefficients += product(g, cosines, PRECISION)
-            sin_coefficients += product(g, sines, PRECISION)
-        cos_coefficients = tl.reshape(cos_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
-        sin_coefficients = tl.reshape(sin_coefficients, BLOCK_R, BLOCK_H, HARMONICS)
-        cosines, sines = sinusoids(x, period, BLOCK_R, BLOCK_H)
-        n = tl.arange(0, HARMONICS)[None, None, :].to(tl.float32)
-        angle = n * (6.283185307179586 / period)
-        a = tl.maximum(angle, 1e-6) * 1.5707963267948966
-        factor = 8.0 * a * reciprocal((tl.exp(a) - tl.exp(-a)) * period, NATIVE)
-        factor = tl.where(n == 0.0, 2.0 / period, factor)
-        harmonics = cosines * cos_coefficients - tl.where(n == 0.0, 0.0, sines) * sin_coefficients
-        slopes = tl.sum(harmonics * factor, axis=2)
-        if w_parts is not None:
-            factor *= tl.where(n == 0.0, 1.0, reciprocal(tl.maximum(angle, 1e-6), NATIVE))
-            tanhs = tl.sum((sines * cos_coefficients + cosines * sin_coefficients) * factor, axis=2)
+            cos_sums += product(g, cosines, PRECISION)
+            sin_sums += product(g, sines, PRECISION)
+        slopes, tanhs = fourier_sums(x, cos_sums, sin_sums, period, w_parts is not None, NATIVE)
     if accurate & (most > 3.0):
         squares = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
         for first in range(0, last, BLOCK_O):
-            g = load_gradients(gradients, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
+            g = load_gradients(grads, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             squares += g.to(tl.float32) * g.to(tl.float32)
         least = sum_of(squares) * tl.sum(w * w) * (LEAST * LEAST)
         accurate = sum_of(slopes * w * (slopes * w)) >= least
     if not accurate:
-        slopes, tanhs = direct_sums(
-            x, others, gradients, inside, last, o_row, g_other, h, H, NATIVE
-        )
+        slopes, tanhs = direct_sums(x, others, grads, inside, last, o_row, g_other, h, H, NATIVE)
     if out is not None:
-        target = out + (b * R + r) * H
-        store_tile(target, r < R, h, H, slopes * w)
+        store_tile(out + (b * R + r) * H, r < R, h, H, slopes * w)
     if w_parts is not None:
-        part = w_parts + (b * row_blocks + block) * H
-        store_row(part, h, H, tl.sum(tanhs, axis=0)[None, :])
+        store_sum(w_parts + (b * row_blocks + block) * H, h, H, tanhs)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from .elementary import with_slope
-from .masking import load_valid_len, seen_keys, survivors, weigh_difference
-from .tiles import RUN, VARYING, load_row, load_tile, program_blocks, store_row, store_tile
+from .masking import load_valid_len, seen_keys, softmax_gradients, survivors
+from .tiles import RUN, VARYING, load_at, load_row, load_tile, program_blocks, store_sum, store_tile
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -39,11 +39,9 @@ def step_values_kernel(
         masses: that of sum_j weight, where they are of a half type, else None.
     """
     split, _, b = program_blocks(splits, 1)
-    first = split * split_keys
-    stop = tl.minimum(first + split_keys, Tk)
+    first, stop = split * split_keys, tl.minimum(split * split_keys + split_keys, Tk)
+    valid_len, last = first_and_last(lens, b * lens_batch, lens_row, Tq, Tk, stop, BLOCK_Q)
     d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
-    valid_len, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
-    last = tl.minimum(stop, last)
     if grad_context is not None:
         context = load_row(grad_context + b * gc_batch, d, Dv)
     sums, mass = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32), tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -60,29 +58,24 @@ def step_values_kernel(
                 valid_len = load_valid_len(lens, b * lens_batch + i * lens_row, Tk)
                 if grad_context is not None:
                     context = load_row(grad_context + b * gc_batch + i * gc_row, d, Dv)
-            p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
-            dropped = p
+            p = load_at(weights + row * Tk + at, inside)
             if seed is not None:
                 factor = survivors(seed, threshold, scale_bits, row, j)
-                dropped = p * factor
             if grads is not None:
-                g = tl.zeros([BLOCK_K], tl.float32)
-                if grad_context is not None:
-                    g = tl.sum(v * context, axis=1)
-                    if seed is not None:
-                        g *= factor
+                g = tl.zeros_like(p) if grad_context is None else tl.sum(v * context, axis=1)
+                if seed is not None and grad_context is not None:
+                    g *= factor
                 offsets = b * mask_batch + i * mask_row + at * mask_key
                 seen = seen_keys(mask, offsets, inside & (j < valid_len))
                 if grad_weights is not None:
-                    grad_row = grad_weights + b * gw_batch + i * gw_row
-                    g += tl.load(grad_row + at, mask=seen, other=0.0).to(tl.float32)
+                    g += load_at(grad_weights + b * gw_batch + i * gw_row + at, seen)
                 g = tl.where(seen, g, 0.0)
                 tl.store(grads + row * Tk + at, g, mask=inside)
                 sums += tl.where((n == query)[:, None], (p * g)[None, :], 0.0)
                 if masses is not None:
                     mass += tl.where((n == query)[:, None], p[None, :], 0.0)
             if grad_values is not None and grad_context is not None:
-                value_grads += dropped[:, None] * context
+                value_grads += (p if seed is None else p * factor)[:, None] * context
         if grad_values is not None:
             store_tile(grad_values + (b * Tk + at) * Dv, inside, d, Dv, value_grads)
     if grads is not None:
@@ -110,12 +103,10 @@ def step_keys_kernel(
         w_parts: (B,splits,H), that of w_v.
     """
     hidden_block, split, b = program_blocks(tl.cdiv(H, BLOCK_H), splits)
-    first = split * split_keys
-    stop = tl.minimum(first + split_keys, Tk)
+    first, stop = split * split_keys, tl.minimum(split * split_keys + split_keys, Tk)
+    valid_len, last = first_and_last(lens, b * lens_batch, lens_row, Tq, Tk, stop, BLOCK_Q)
     h, n = hidden_block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_S)
     w, a = load_row(w_v, h, H), load_row(queries + b * q_batch, h, H)
-    valid_len, last = first_and_longest(lens, b * lens_batch, lens_row, Tq, Tk, BLOCK_Q)
-    last = tl.minimum(stop, last)
     if weights is not None:
         mean, inverse = mean_of(means, masses, b * Tq * parts, n, parts)
     q_sum = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
@@ -128,63 +119,52 @@ def step_keys_kernel(
         for query in tl.range(0, 1 if BLOCK_Q == 1 else Tq, num_stages=STAGES):
             i = tl.cast(query, tl.int64)
             row = b * Tq + i
-            s = tl.load(grads + b * g_batch + i * g_row + at * g_key, mask=inside, other=0.0)
-            s = s.to(tl.float32)
+            s = load_at(grads + b * g_batch + i * g_row + at * g_key, inside)
             if BLOCK_Q > 1:
                 a = load_row(queries + b * q_batch + i * q_row, h, H)
             if weights is not None:
                 if BLOCK_Q > 1:
                     valid_len = load_valid_len(lens, b * lens_batch + i * lens_row, Tk)
                     mean, inverse = mean_of(means, masses, row * parts, n, parts)
-                p = tl.load(weights + row * Tk + at, mask=inside, other=0.0).to(tl.float32)
-                if masses is not None:
-                    p *= inverse
                 offsets = b * mask_batch + i * mask_row + at * mask_key
                 seen = seen_keys(mask, offsets, inside & (j < valid_len))
-                s = tl.where(seen, weigh_difference(p, s, mean), 0.0)
-            s = s[:, None]
-            # NaN reaches only the queries that attend to it.
-            z = tl.where(s == 0.0, 0.0, c + a)
-            t, u = with_slope(z, slope, ACTIVATION, PRECISE, NATIVE)
-            u *= s
+                p = weights + row * Tk + at
+                s = softmax_gradients(p, s, mean, inverse, inside, seen, masses is not None)
+            t, u = with_slope(c + a, s[:, None], slope, ACTIVATION, PRECISE, NATIVE)
+            u *= s[:, None]
             key_grads += u
             if w_parts is not None:
-                w_sum += s * t
-            if q_parts is not None:
-                if BLOCK_Q == 1:
-                    q_sum += u
-                else:
-                    out = q_parts + (row * splits + split) * H
-                    store_row(out, h, H, tl.sum(u, axis=0)[None, :] * w)
+                w_sum += s[:, None] * t
+            if q_parts is not None and BLOCK_Q == 1:
+                q_sum += u
+            elif q_parts is not None:
+                store_sum(q_parts + (row * splits + split) * H, h, H, u, w)
         if grad_keys is not None:
             store_tile(grad_keys + (b * Tk + at) * H, inside, h, H, key_grads * w)
     if q_parts is not None and BLOCK_Q == 1:
-        store_row(q_parts + (b * splits + split) * H, h, H, tl.sum(q_sum, axis=0)[None, :] * w)
+        store_sum(q_parts + (b * splits + split) * H, h, H, q_sum, w)
     if w_parts is not None:
-        store_row(w_parts + (b * splits + split) * H, h, H, tl.sum(w_sum, axis=0)[None, :])
+        store_sum(w_parts + (b * splits + split) * H, h, H, w_sum)
 
 
 @triton.jit
-def first_and_longest(lens, offset, lens_row, Tq, Tk, BLOCK_Q: tl.constexpr):
-    """Keys that the first query may see, and the most that one of the queries may."""
+def first_and_last(lens, offset, lens_row, Tq, Tk, stop, BLOCK_Q: tl.constexpr):
+    """Keys that the first query may see, and the end of those up to ``stop`` that any may."""
     valid_len = load_valid_len(lens, offset, Tk)
     most = valid_len
     for query in range(1, 1 if BLOCK_Q == 1 else Tq):
         row = offset + tl.cast(query, tl.int64) * lens_row
         most = tl.maximum(most, load_valid_len(lens, row, Tk))
-    return valid_len, most
+    return valid_len, tl.minimum(stop, most)
 
 
 @triton.jit
 def mean_of(means, masses, row, n, parts):
     """sum_j weight grads of a query from its parts, and what scales its weights to a sum of one."""
-    part, inverse = tl.load(means + row + n, mask=n < parts, other=0.0), 1.0
+    mean, inverse = tl.sum(load_at(means + row + n, n < parts), axis=0), 1.0
     if masses is not None:
-        mass = tl.load(masses + row + n, mask=n < parts, other=0.0)
-        inverse = 1.0 / tl.sum(mass, axis=0)
-        mean = tl.sum(part, axis=0) * inverse
-    else:
-        mean = tl.sum(part, axis=0)
+        inverse = 1.0 / tl.sum(load_at(masses + row + n, n < parts), axis=0)
+        mean *= inverse
     return mean, inverse
 
 
@@ -219,4 +199,4 @@ def add_parts(parts, out, h0, rows, H, BLOCK_R: tl.constexpr, BLOCK_H: tl.conste
             r = r0 + tl.arange(0, BLOCK_R)
             run += load_tile(parts + r.to(tl.int64) * H, r < rows, h, H)
         total += run
-    store_row(out, h, H, tl.sum(total, axis=0)[None, :])
+    store_sum(out, h, H, total)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .elementary import NEAR_TWO, SMALL, largest_of, of_tile, reciprocal, with_slope
 from .masking import rows_and_others
-from .tiles import RUN, program_blocks, store_row, store_tile, two_rows, two_tiles
+from .tiles import RUN, load_at, program_blocks, store_sum, store_two_tiles, two_rows, two_tiles
 
 
 @triton.jit(do_not_specialize=["R", "O", "g_batch", "lens_batch"])
@@ -47,7 +47,7 @@ def grad_tanh_kernel(
     c0, c1 = two_tiles(row_pointers, inside, h, H)
     if table is not None:
         most = tl.maximum(largest_of(c0), largest_of(c1))
-        small = most <= SMALL
+        small = most <= SMALL  # any other is valid then
         c0, c1 = of_tile(c0, small), of_tile(c1, small)
     zero = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     sum0, sum1, w_sum0, w_sum1 = zero, zero, zero, zero
@@ -55,50 +55,36 @@ def grad_tanh_kernel(
     for first in range(0, last, RUN):
         run0, run1, w_run0, w_run1 = zero, zero, zero, zero
         for o in range(first, tl.minimum(last, first + RUN)):
-            at = gradients + tl.cast(o, tl.int64) * g_other
-            g = tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+            g = load_at(gradients + tl.cast(o, tl.int64) * g_other, inside)[:, None]
             other = others + b * o_batch + tl.cast(o, tl.int64) * o_row
-            if table is not None:
-                # In a small tile any other is valid.
-                if small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
-                    e = table + (b * O + o) * H
-                    t0, t1, s0, s1 = table_slopes(e, second, c0, c1, small, h, H, NATIVE)
-                else:
-                    r0, r1 = two_tiles(row_pointers, inside, h, H)
-                    t0, t1, s0, s1 = direct_slopes(
-                        other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE
-                    )
-            else:
+            if table is None:
                 t0, t1, s0, s1 = direct_slopes(other, c0, c1, g, h, H, slope, ACTIVATION, NATIVE)
-            s0, s1 = g * s0, g * s1
-            run0 += s0
-            run1 += s1
+            elif small or tl.load(largest + b * O + o) + most <= NEAR_TWO:
+                e = table + (b * O + o) * H
+                t0, t1, s0, s1 = table_slopes(e, second, c0, c1, small, h, H, NATIVE)
+            else:
+                r0, r1 = two_tiles(row_pointers, inside, h, H)
+                t0, t1, s0, s1 = direct_slopes(other, r0, r1, g, h, H, slope, ACTIVATION, NATIVE)
+            run0, run1 = run0 + g * s0, run1 + g * s1
             if w_parts is not None:
-                w_run0 += g * t0
-                w_run1 += g * t1
-        sum0 += run0
-        sum1 += run1
+                w_run0, w_run1 = w_run0 + g * t0, w_run1 + g * t1
+        sum0, sum1 = sum0 + run0, sum1 + run1
         if w_parts is not None:
-            w_sum0 += w_run0
-            w_sum1 += w_run1
+            w_sum0, w_sum1 = w_sum0 + w_run0, w_sum1 + w_run1
     if out is not None:
-        target = out + (b * R + r) * H
-        store_tile(target, r < R, h, H, sum0 * w0)
-        store_tile(target, r < R, h + BLOCK_H, H, sum1 * w1)
+        store_two_tiles(out + (b * R + r) * H, r < R, h, H, sum0 * w0, sum1 * w1)
     if w_parts is not None:
         part = w_parts + (b * row_blocks + block) * H
-        store_row(part, h, H, tl.sum(w_sum0, axis=0)[None, :])
-        store_row(part, h + BLOCK_H, H, tl.sum(w_sum1, axis=0)[None, :])
+        store_sum(part, h, H, w_sum0)
+        store_sum(part, h + BLOCK_H, H, w_sum1)
 
 
 @triton.jit
 def direct_slopes(other, c0, c1, g, h, H, slope, ACTIVATION: tl.constexpr, NATIVE: tl.constexpr):
-    """The activation and slopes of rows and one other; zero where there is no gradient."""
-    # NaN reaches only the queries that attend to it.
-    none = g == 0.0
+    """The activation and slopes of rows and one other, of zero where there is no gradient."""
     a0, a1 = two_rows(other, h, H)
-    t0, s0 = with_slope(tl.where(none, 0.0, a0 + c0), slope, ACTIVATION, True, NATIVE)
-    t1, s1 = with_slope(tl.where(none, 0.0, a1 + c1), slope, ACTIVATION, True, NATIVE)
+    t0, s0 = with_slope(a0 + c0, g, slope, ACTIVATION, True, NATIVE)
+    t1, s1 = with_slope(a1 + c1, g, slope, ACTIVATION, True, NATIVE)
     return t0, t1, s0, s1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import VARYING, program_blocks
+from .tiles import VARYING, load_at, program_blocks
 
 
 @triton.jit
@@ -76,9 +76,15 @@ def inverse_of(total):
 
 
 @triton.jit
-def weigh_difference(weight, x, mean):
-    """Weight * (x - mean): of many x of a size that difference would round to one side in a row."""
-    return weight * x - weight * mean
+def softmax_gradients(weights, g, mean, inverse, inside, seen, ROUNDED: tl.constexpr):
+    """Gradients of seen scores, weight * (g - mean), from those of weights: see `grad_step`.
+
+    Of many g of a size that difference would round to one side in a row.
+    """
+    p = load_at(weights, inside)
+    if ROUNDED:
+        p *= inverse
+    return tl.where(seen, p * g - p * mean, 0.0)
 
 
 @triton.jit

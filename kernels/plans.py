@@ -174,10 +174,8 @@ def grad_step(
         rows, warps = _tile(block_d, 256, split_values, 16 if block_d > 512 else 8)
         keys, key_warps = _tile(block_h, 512 // parts, keys_len, 1)
         split_keys = keys
-        stages, key_stages = (
-            2,
-            3 if size == 4 else 1,
-        )  # others spill: 16 bits on sm_80, fp32 on sm_90
+        # Others spill: 16 bits on sm_80, fp32 on sm_90.
+        stages, key_stages = 2, 3 if size == 4 else 1
     splits, key_splits = (-(-keys_len // n) for n in (split_values, split_keys))
     block_q = {"BLOCK_Q": power_of_two(queries_len)}
     values = block_q | {"BLOCK_K": rows, "BLOCK_D": block_d, "STAGES": stages, "num_warps": warps}

@@ -27,9 +27,15 @@ def program_blocks(first_blocks, second_blocks):
 
 
 @triton.jit
+def load_at(x, mask):
+    """Numbers at pointers, in fp32; zero outside the mask."""
+    return tl.load(x, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_row(x, h, H):
     """x[h] of one row as (1,BLOCK_H), zero past its end."""
-    return tl.load(x + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+    return load_at(x + h, h < H)[None, :]
 
 
 @triton.jit
@@ -46,9 +52,12 @@ def load_tile(rows, inside, h, H):
 
 
 @triton.jit
-def store_row(x, h, H, value):
-    """Write a (1,BLOCK_H) row as far as it goes."""
-    tl.store((x + h)[None, :], value, mask=(h < H)[None, :])
+def store_sum(x, h, H, tile, factor=None):
+    """Write the sum of a tile's rows, times a (1,BLOCK_H) factor, as far as it goes."""
+    total = tl.sum(tile, axis=0)[None, :]
+    if factor is not None:
+        total *= factor
+    tl.store((x + h)[None, :], total, mask=(h < H)[None, :])
 
 
 @triton.jit
@@ -67,6 +76,13 @@ def two_rows(x, h, H):
 def two_tiles(rows, inside, h, H):
     """Two neighbouring parts of several rows."""
     return load_tile(rows, inside, h, H), load_tile(rows, inside, h + h.shape[0], H)
+
+
+@triton.jit
+def store_two_tiles(rows, inside, h, H, value0, value1):
+    """Write two neighbouring parts of several rows."""
+    store_tile(rows, inside, h, H, value0)
+    store_tile(rows, inside, h + h.shape[0], H, value1)
 
 
 @triton.jit(do_not_specialize=["T"])
