@@ -114,17 +114,18 @@ def weigh_choices(w_v, out, scale, first, H, quads, BLOCK_U: tl.constexpr):
 
 @triton.jit
 def wide_scores(
-    query_rows, key_rows, w_v, power, first, end, H, PRECISION: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    q_rows, k_rows, w_v, power, first, end, H, PRECISION: tl.constexpr, NATIVE: tl.constexpr
+):
     """Scores over quads ``first`` to ``end`` over ``power``, and the least denominator, in fp32."""
+    BLOCK_Q: tl.constexpr = q_rows.shape[0]
+    BLOCK_K: tl.constexpr = k_rows.shape[0]
     choice = tl.arange(0, 16)[None, :]
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     least = tl.full([BLOCK_Q, BLOCK_K], float("inf"), tl.float32)
     for h0 in range(4 * first, tl.minimum(4 * end, H), 4):
         h = (h0 + tl.arange(0, 4))[None, :]
-        a = tl.load(query_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
-        c = tl.load(key_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
+        a = tl.load(q_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
+        c = tl.load(k_rows[:, None] + h, mask=h < H, other=float("inf")).to(tl.float32)
         a = tl.reshape(rational_terms(a, WIDE_UNIT, BLOCK_Q, 1), BLOCK_Q, 16)
         c = tl.trans(tl.reshape(rational_terms(c, WIDE_UNIT, BLOCK_K, 1), BLOCK_K, 16))
         weight = tl.zeros([1, 16], tl.float32)
@@ -135,6 +136,20 @@ def wide_scores(
         total += wide_product(a * weight, c, PRECISION) * reciprocal(below, NATIVE)
         least = tl.minimum(least, below)
     return total, least
+
+
+@triton.jit
+def direct_scores(q_rows, k_rows, w_v, power, first, end, H, NATIVE: tl.constexpr):
+    """The same scores, element by element."""
+    total = tl.zeros([q_rows.shape[0], k_rows.shape[0]], tl.float32)
+    for h in range(4 * first, tl.minimum(4 * end, H)):
+        a_h = tl.load(q_rows + h).to(tl.float32)
+        c_h = tl.load(k_rows + h).to(tl.float32)
+        w = tl.load(w_v + h).to(tl.float32) / power
+        z = a_h[:, None] + c_h[None, :]
+        away = 1.0 - 2.0 * reciprocal(1.0 + held(z * TWO_LOG2_E), NATIVE)
+        total += w * near_zero(z, away)
+    return total
 
 
 @triton.jit
@@ -212,22 +227,11 @@ def rational_scores_kernel(
     share: tl.constexpr = 2.0**-1 if queries.dtype.element_ty == tl.float16 else 2.0**-4
     most: tl.constexpr = 64.0 * share  # of what a rounding is 2^-5: a weight that is 3 % off
     if not is_accurate(total, least, valid, power, size, share, 2.0 * share, most, RAW):
-        query_rows = queries + b * q_batch + query.to(tl.int64) * q_row
-        key_rows = keys + b * k_batch + key.to(tl.int64) * k_row
-        total, least = wide_scores(
-            query_rows, key_rows, w_v, power, first, end, H, PRECISION, NATIVE, BLOCK_Q, BLOCK_K
-        )
-        if not is_accurate(
-            total, least, valid, power, size, share * 2.0**-5, LEAST_WIDE, most, RAW
-        ):
-            total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-            for h in range(4 * first, tl.minimum(4 * end, H)):
-                a_h = tl.load(query_rows + h).to(tl.float32)
-                c_h = tl.load(key_rows + h).to(tl.float32)
-                w = tl.load(w_v + h).to(tl.float32) / power
-                z = a_h[:, None] + c_h[None, :]
-                away = 1.0 - 2.0 * reciprocal(1.0 + held(z * TWO_LOG2_E), NATIVE)
-                total += w * near_zero(z, away)
+        q_rows = queries + b * q_batch + query.to(tl.int64) * q_row
+        k_rows = keys + b * k_batch + key.to(tl.int64) * k_row
+        total, least = wide_scores(q_rows, k_rows, w_v, power, first, end, H, PRECISION, NATIVE)
+        if not is_accurate(total, least, valid, power, size, share / 32, LEAST_WIDE, most, RAW):
+            total = direct_scores(q_rows, k_rows, w_v, power, first, end, H, NATIVE)
     row = (b * Tq + query_block * BLOCK_Q) * splits + split
     at = tl.arange(0, BLOCK_Q)[:, None] * (splits * Tk) + j[None, :]
     tl.store(scores + row * Tk + at, total * power, mask=real[:, None] & inside[None, :])

@@ -27,6 +27,21 @@ def direct_scores(query, key_rows, inside, w_v, h0, H, BLOCK_H: tl.constexpr):
     return total
 
 
+@triton.jit
+def table_scores(e, c0, c1, c2, c3, w0, w1, w2, w3, small, h, H, NATIVE: tl.constexpr):
+    """Scores of tanh of one query and some keys from what is stored of both."""
+    e0, e1 = two_rows(e, h, H)
+    e2, e3 = two_rows(e, h + 2 * h.shape[0], H)
+    x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
+    if small:
+        v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
+        v2, v3 = w2 * (c2 + e2), w3 * (c3 + e3)
+    else:  # of tanh itself: nothing cancels
+        v0, v1 = w0 * (c0 * e0 - 1.0), w1 * (c1 * e1 - 1.0)
+        v2, v3 = w2 * (c2 * e2 - 1.0), w3 * (c3 * e3 - 1.0)
+    return tl.sum(sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def scores_kernel(
     queries, query_table, query_max, second, keys, w_v, scores, Tq, Tk, H, q_batch, q_row, k_batch,
@@ -56,11 +71,9 @@ def scores_kernel(
         c0, c1 = two_tiles(key_rows, inside, h, H)
         c2, c3 = two_tiles(key_rows, inside, upper, H)
         if ACTIVATION == TANH:
-            most = tl.maximum(
-                tl.maximum(largest_of(c0), largest_of(c1)),
-                tl.maximum(largest_of(c2), largest_of(c3)),
-            )
-            small = most <= SMALL
+            most = tl.maximum(largest_of(c0), largest_of(c1))
+            most = tl.maximum(most, tl.maximum(largest_of(c2), largest_of(c3)))
+            small = most <= SMALL  # any query is valid then
             c0, c1 = of_tile(c0, small), of_tile(c1, small)
             c2, c3 = of_tile(c2, small), of_tile(c3, small)
         for query in range(first, last):
@@ -69,23 +82,7 @@ def scores_kernel(
                 out = scores + row * Tk + j
                 before = tl.load(out, mask=inside & (h0 > 0), other=0.0)
                 a = queries + b * q_batch + tl.cast(query, tl.int64) * q_row
-                if ACTIVATION == TANH:
-                    # In a small tile any query is valid.
-                    if small or tl.load(query_max + row) + most <= NEAR_FOUR:
-                        entries = query_table + row * H + tl.where(small, second, 0)
-                        e0, e1 = two_rows(entries, h, H)
-                        e2, e3 = two_rows(entries, upper, H)
-                        x0, x1, x2, x3 = c0 * e0 + 1.0, c1 * e1 + 1.0, c2 * e2 + 1.0, c3 * e3 + 1.0
-                        if small:
-                            v0, v1 = w0 * (c0 + e0), w1 * (c1 + e1)
-                            v2, v3 = w2 * (c2 + e2), w3 * (c3 + e3)
-                        else:  # of tanh itself: nothing cancels
-                            v0, v1 = w0 * (c0 * e0 - 1.0), w1 * (c1 * e1 - 1.0)
-                            v2, v3 = w2 * (c2 * e2 - 1.0), w3 * (c3 * e3 - 1.0)
-                        part = tl.sum(sum_of_four(x0, x1, x2, x3, v0, v1, v2, v3, NATIVE), axis=1)
-                    else:
-                        part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_H)
-                else:
+                if ACTIVATION != TANH:
                     e0, e1 = two_rows(a, h, H)
                     e2, e3 = two_rows(a, upper, H)
                     v0 = w0 * act(c0 + e0, slope, ACTIVATION)
@@ -93,6 +90,11 @@ def scores_kernel(
                     v2 = w2 * act(c2 + e2, slope, ACTIVATION)
                     v3 = w3 * act(c3 + e3, slope, ACTIVATION)
                     part = tl.sum((v0 + v1) + (v2 + v3), axis=1)
+                elif small or tl.load(query_max + row) + most <= NEAR_FOUR:
+                    e = query_table + row * H + tl.where(small, second, 0)
+                    part = table_scores(e, c0, c1, c2, c3, w0, w1, w2, w3, small, h, H, NATIVE)
+                else:
+                    part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_H)
                 tl.store(out, before + part, mask=inside)
         # The next hidden units add to scores that other threads stored.
         tl.debug_barrier()
