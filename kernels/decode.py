@@ -43,8 +43,7 @@ def decode_kernel(
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     a = load_query(queries + b * q_batch + i.to(tl.int64) * q_row, w_q, h, H, Dq, BLOCK_X)
     w = load_row(w_v, h, H)
-    first = split * split_keys
-    stop = tl.minimum(first + split_keys, Tk)
+    first, stop = split * split_keys, tl.minimum(split * split_keys + split_keys, Tk)
     valid_len = load_valid_len(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk)
     if mask is not None:
         mask += b * mask_batch + i.to(tl.int64) * mask_row

@@ -44,21 +44,10 @@ def softmax_kernel(
     # A row without valid keys is uniform over all keys: every score is zero.
     end = tl.where(real, tl.where(valid_len > 0, valid_len, Tk), 0)
     longest = tl.max(end, axis=0)
-
-    most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    for first in range(0, longest, RUN * BLOCK_K):
-        run = tl.zeros([BLOCK_Q], tl.float32)
-        for k0 in range(first, tl.minimum(longest, first + RUN * BLOCK_K), BLOCK_K):
-            j = k0 + tl.arange(0, BLOCK_K)
-            s = masked_scores(scores, mask, row, seen_rows, mask_key, j, valid_len, end, Tk, splits)
-            most, base, decay = raise_maximum(most, s, 1)
-            total *= decay
-            run = run * decay + tl.sum(tl.exp(s - base[:, None]), axis=1)
-        total += run
-    most = finite(most)
+    most, total = maximum_and_total(
+        scores, mask, row, seen_rows, mask_key, valid_len, end, Tk, splits, BLOCK_K
+    )
     inverse = inverse_of(tl.where(real, total, 1.0))
-
     d = d0 + tl.arange(0, BLOCK_D)
     sums = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     run = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -76,20 +65,45 @@ def softmax_kernel(
         if context is not None:
             weighed = tl.max((s > float("-inf")).to(tl.int32), axis=0) > 0
             v = load_stored(values + b * v_batch + j.to(tl.int64) * v_row, weighed, d, Dv)
-            if values.dtype.element_ty == tl.float32:  # adds up BLOCK_K of them one after the other
-                run += product(p, v, PRECISION)
-                full = k0 % (4 * BLOCK_K) == 3 * BLOCK_K
-                sums += tl.where(full, run, 0.0)
-                run = tl.where(full, 0.0, run)
-            else:
-                sums += product(p, v, PRECISION)
+            sums, run = add_product(sums, run, p, v, k0 % (4 * BLOCK_K) == 3 * BLOCK_K, PRECISION)
     if context is not None:
         store_tile(context + row * Dv, real, d, Dv, sums + run)
     if weights is not None:
         if d0 == 0:
             for k0 in range(tl.cdiv(longest, BLOCK_K) * BLOCK_K, Tk, BLOCK_K):
-                j = k0 + tl.arange(0, BLOCK_K)
-                store_tile(weights + row * Tk, real, j, Tk, 0.0)
+                store_tile(weights + row * Tk, real, k0 + tl.arange(0, BLOCK_K), Tk, 0.0)
+
+
+@triton.jit
+def add_product(sums, run, p, v, full, PRECISION: tl.constexpr):
+    """Adds p @ v to sums; of fp32, which adds up key by key, to a run of them until it is full."""
+    if v.dtype == tl.float32:
+        run += product(p, v, PRECISION)
+        sums += tl.where(full, run, 0.0)
+        run = tl.where(full, 0.0, run)
+    else:
+        sums += product(p, v, PRECISION)
+    return sums, run
+
+
+@triton.jit
+def maximum_and_total(
+    scores, mask, row, seen_rows, mask_key, valid_len, end, Tk, splits, BLOCK_K: tl.constexpr
+):
+    """The largest score of rows, zero where no key is seen, and the sum of exponentials."""
+    longest = tl.max(end, axis=0)
+    most = tl.full([row.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([row.shape[0]], tl.float32)
+    for first in range(0, longest, RUN * BLOCK_K):
+        run = tl.zeros([row.shape[0]], tl.float32)
+        for k0 in range(first, tl.minimum(longest, first + RUN * BLOCK_K), BLOCK_K):
+            j = k0 + tl.arange(0, BLOCK_K)
+            s = masked_scores(scores, mask, row, seen_rows, mask_key, j, valid_len, end, Tk, splits)
+            most, base, decay = raise_maximum(most, s, 1)
+            total *= decay
+            run = run * decay + tl.sum(tl.exp(s - base[:, None]), axis=1)
+        total += run
+    return finite(most), total
 
 
 @triton.jit
