@@ -20,7 +20,7 @@ STEP_ROWS, STEP_WORK = 8, 1 << 20
 # Activations of pooling up to which its operator takes less time than operations on chunks; those
 # from which on it takes less than plain operations in training without lengths and mask, which are
 # few; and in training the multiplications up to which it projects the keys.
-MOST_POOLED, LEAST_POOLED_TO_TRAIN, ONE_OPERATOR_WORK_TO_TRAIN = 1 << 25, 1 << 15, 1 << 18
+MOST_POOLED, LEAST_POOLED_TO_TRAIN, ONE_OPERATOR_WORK_TO_TRAIN = 1 << 22, 1 << 15, 1 << 18
 # Elements of projected keys from which on a table of their exponentials is kept for later steps.
 TABLE_ELEMENTS = 513
 
