@@ -132,13 +132,13 @@ def way(
         return None
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
         return None  # for an error in torch's words
-    own, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
-    least, found = own.onednn_work_to_train if trains else own.onednn_work, None
+    bounds, elements, (hidden, size) = limits.LIMITS, x.numel(), weight.shape
+    least, found = bounds.onednn_work_to_train if trains else bounds.onednn_work, None
     if _is_few(elements, hidden, size):
         found = few_rows.multiply
     elif elements * hidden >= least and elements >= ONEDNN_ROWS * size:
         found = None if _onednn is None else multiply
-    elif min(hidden, size) >= own.turned_side:
+    elif min(hidden, size) >= bounds.turned_side:
         pays = TURNED_ROWS * size <= elements <= TURNED_ROWS_MOST * size
         found = multiply_turned if pays else None
     return found if found and weight.is_contiguous() and _is_plain(x, weight) else None
