@@ -14,42 +14,42 @@ E, DK, DQ, DV = 6, 17, 5, 7  # features of an encoder's input, keys, queries and
 CHANNELS, TAPS = 4, 5  # of the convolution of previous and summed weights
 
 
-class Plain(CourseAttention):
-    """The course's module, whose bias is added to the keys in front."""
+class Location(nn.Module):
+    """Location-sensitive attention from its formula, under the names of bf.LocationAttention."""
+
+    def __init__(self, hidden, bias):
+        super().__init__()
+        self.W_q = nn.Linear(DQ, hidden, bias=False)
+        self.W_k = nn.Linear(DK, hidden, bias=False)
+        self.w_v = nn.Linear(hidden, 1, bias=False)
+        self.conv = nn.Conv1d(2, CHANNELS, TAPS, padding=TAPS // 2, bias=False)
+        self.W_f = nn.Linear(CHANNELS, hidden, bias=False)
+        self.bias = nn.Parameter(torch.zeros(hidden)) if bias else None
+        self.dropout = nn.Dropout(0.0)
 
     def memory(self, keys, values, lens):
         keys = self.W_k(keys)
         return keys if self.bias is None else keys + self.bias, values, lens
 
-    def weigh(self, features, values, lens):
-        self.attention_weights = course_softmax(self.score(features).squeeze(-1), lens)
-        return self.dropout(self.attention_weights) @ values
-
-
-class Location(Plain):
-    """Location-sensitive attention from its formula, under the names of bf.LocationAttention."""
-
-    def __init__(self, hidden, bias):
-        super().__init__(DK, DQ, hidden, bias=bias)
-        self.conv = nn.Conv1d(2, CHANNELS, TAPS, padding=TAPS // 2, bias=False)
-        self.W_f = nn.Linear(CHANNELS, hidden, bias=False)
-
     def attend(self, queries, memory, location):
         keys, values, lens = memory
-        located = self.W_f(self.conv(location).transpose(1, 2))
-        features = torch.tanh(self.W_q(queries) + keys + located)
-        return self.weigh(features.unsqueeze(1), values, lens)
+        features = self.W_f(self.conv(location).transpose(1, 2))
+        scores = self.w_v(torch.tanh(self.W_q(queries) + keys + features)).transpose(1, 2)
+        self.attention_weights = course_softmax(scores.clone(), lens)
+        return self.dropout(self.attention_weights) @ values
 
     def forward(self, queries, keys, values, location, lens):
         return self.attend(queries, self.memory(keys, values, lens), location)
 
 
-class Rectified(Plain):
-    """With ReLU in the place of the tanh."""
+class Rectified(CourseAttention):
+    """The course's module with ReLU in the place of the tanh."""
 
     def forward(self, queries, keys, values, valid_lens):
-        keys, *seen = self.memory(keys, values, valid_lens)
-        return self.weigh(torch.relu(self.W_q(queries).unsqueeze(2) + keys.unsqueeze(1)), *seen)
+        keys = self.W_k(keys) if self.bias is None else self.W_k(keys) + self.bias
+        features = torch.relu(self.W_q(queries).unsqueeze(2) + keys.unsqueeze(1))
+        self.attention_weights = course_softmax(self.score(features).squeeze(-1), valid_lens)
+        return self.dropout(self.attention_weights) @ values
 
 
 class LinearNorm(nn.Module):
@@ -149,12 +149,19 @@ def by_tacotron(side, queries, keys, values, lens):
 
 
 class Kind(NamedTuple):
-    """A kind of module."""
+    """A kind of module.
 
-    plain: Callable  # makes the plain module, of hidden size and whether there is a bias
-    ours: Callable | None  # makes ours, of ``cache_keys`` too; None: ours is a plain one, fused
-    steps: Callable  # a side's call: contexts and weights
-    layers: dict[str, tuple[str, ...]]  # paths of each layer, by its name in bf.LocationAttention
+    Attributes:
+        plain: makes the plain module of hidden size and whether there is a bias.
+        ours: makes ours, of ``cache_keys`` too; None where ours is a plain one, fused.
+        steps: a side's call: contexts and weights.
+        layers: the places of each layer, by its name in bf.LocationAttention.
+    """
+
+    plain: Callable
+    ours: Callable | None
+    steps: Callable
+    layers: dict[str, tuple[str, ...]]
 
 
 def course(hidden, bias):
