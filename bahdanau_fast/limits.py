@@ -68,7 +68,8 @@ def _maker() -> tuple[str, int]:
         *_, maker = ("", *platform.processor().split())
         return maker, 0
     fields = {name.strip(): text.strip() for name, _, text in (x.partition(":") for x in lines)}
-    return fields.get("vendor_id", ""), int(fields.get("cpu family", "0"))
+    number = fields.get("cpu family", "")
+    return fields.get("vendor_id", ""), int(number) if number.isdecimal() else 0
 
 
 #: Those in force. To be read where they are used (``limits.LIMITS``), so that :func:`using` works.

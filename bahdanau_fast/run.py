@@ -13,6 +13,7 @@ from bahdanau_fast import backends, checks, reference
 from bahdanau_fast.backends import PoolingRoute, Route
 from bahdanau_fast.call import Call, Located
 from bahdanau_fast.memory import ProjectedKeys
+from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.ops.attention import attend_scores, attention
 from bahdanau_fast.ops.context import Link
 from bahdanau_fast.ops.dropout import dropout_seed
@@ -289,10 +290,12 @@ def pool(
     valid_lens: Tensor | None,
     mask: Tensor | None,
     dropout_p: float,
+    shape: Shape | None,
 ) -> tuple[Tensor, Tensor]:
-    """Values (B,heads,Dv) and weights (B,heads,Tk) of one dtype, by :data:`ops.pool.pool`."""
+    """By :data:`ops.pool.pool`: values (B,heads,Dv), and weights in the call's shape."""
     rest = dropout_p, (True,), route, None
     pooled, weights, link = _called(pooling, inputs, (valid_lens, mask), *rest)
+    weights = weights if shape is None else shape.restore(weights)
     pooled = pooled if link is None else link.connect(weights)
     assert pooled is not None
     return pooled, weights

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 import bahdanau_fast.ops  # noqa: F401  defines the operators that the backends implement
 from bahdanau_fast import checks, limits, switches
@@ -206,27 +207,29 @@ def keeps_table(backend: str, projected_keys: Tensor) -> bool:
     return BACKENDS[backend].keeps_table(projected_keys.numel(), queries_len=1)
 
 
+_POOLING = (None, "auto", CPU.name)  # requests under which the CPU's operator pools
+
+
 def decide_pooling(
     keys: Tensor, values: Tensor, parameters: Sequence[Tensor | None], masked: bool
 ) -> PoolingRoute | None:
     """The operator that pools keys (B,Tk,D) with these parameters of both layers and the scores.
 
-    None for plain operations: without that operator, where PyTorch traces the call, and where
-    the operator takes longer.
+    None for what serves every call: without that operator, where PyTorch traces the call, and
+    where chunks take less time.
     """
-    if type(keys) is not Tensor or not keys.is_cpu or _forced not in _POOLING or CPU not in _ON_CPU:
+    if type(keys) not in (Tensor, Parameter) or not keys.is_cpu or CPU not in _ON_CPU:
+        return None
+    if _forced not in _POOLING:
         return None
     state = checks.torch_state(keys.device, (keys, values, *parameters), False)
     if state.traced or state.plain_only or state.of_inference:
         return None
     hidden = cast(Tensor, parameters[0]).shape[0]
     batch, keys_len, size = keys.shape
-    rows = batch * keys_len * (hidden if parameters[2] is None else 2 * hidden)
-    form = CPU.pooling_form(rows, size, state, masked)
+    activations = batch * keys_len * (hidden if parameters[2] is None else 2 * hidden)
+    form = CPU.pooling_form(activations, size, state, masked)
     return None if form is None else PoolingRoute(form, state.records)
-
-
-_POOLING = (None, "auto", CPU.name)
 
 
 def decide_decoder(

@@ -17,10 +17,12 @@ ONE_OPERATOR_WORK = 32768
 # A step without gradients projects its queries in its operator, up to so many of them; or, where
 # they are narrow, up to so many multiplications.
 STEP_ROWS, STEP_WORK = 8, 1 << 20
-# Activations of pooling up to which its operator takes less time than operations on chunks; those
-# from which on it takes less than plain operations in training without lengths and mask, which are
-# few; and in training the multiplications up to which it projects the keys.
-MOST_POOLED, LEAST_POOLED_TO_TRAIN, ONE_OPERATOR_WORK_TO_TRAIN = 1 << 22, 1 << 15, 1 << 18
+# Activations of pooling up to which its operator takes less time than chunks.
+MOST_POOLED = 1 << 22
+# Those from which on it takes less than plain operations, in training without lengths and mask.
+LEAST_POOLED_TO_TRAIN = 1 << 15
+# In training, the multiplications up to which it projects the keys.
+ONE_OPERATOR_WORK_TO_TRAIN = 1 << 18
 # Elements of projected keys from which on a table of their exponentials is kept for later steps.
 TABLE_ELEMENTS = 513
 

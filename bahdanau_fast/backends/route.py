@@ -201,9 +201,10 @@ class DecoderFacts(NamedTuple):
 
 
 class PoolingRoute(NamedTuple):
-    """How the CPU pools keys without a query in one operator.
+    """How the CPU pools keys without a query.
 
-    Forms: "one operator" takes the keys as they are, "projected" those behind both layers.
+    Forms: "one operator" takes the keys as they are, and "projected" is one of those behind both
+    layers; "operations" are plain ones.
     """
 
     form: str

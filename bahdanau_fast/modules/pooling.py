@@ -25,7 +25,7 @@ from bahdanau_fast.run import pool
 
 __all__ = ["AttentionPooling"]
 
-# Variances below it, which may be negative by rounding, have this one's square root.
+# What variances are at least: by rounding they may be negative.
 LEAST_VARIANCE = 1e-7
 
 
@@ -204,16 +204,19 @@ class AttentionPooling(KeepsWeights):
         """
         sources = keys if values is None else values
         rows, sources, lens, mask, batch = source_as_rows(keys, sources, valid_lens, mask)
+        shape = None if batch is None else Shape(batch, False)
         try:
-            pooled, *others = self._results(rows, sources, lens, mask, return_scores)
+            pooled, weights, scores = self._results(rows, sources, lens, mask, return_scores, shape)
         except Exception:
             self._explain(rows)
             raise
-        results = [pooled.squeeze(1) if self.heads == 1 else pooled, *others]
-        if batch is not None:
-            results = [*map(Shape(batch, False).restore, results)]
-        keep(self, results[1])
-        return (results[0], results[1], results[2]) if return_scores else results[0]
+        keep(self, weights, None if return_scores else pooled)
+        pooled = pooled.squeeze(1) if self.heads == 1 else pooled
+        pooled = pooled if shape is None else shape.restore(pooled)
+        if not return_scores:
+            return pooled
+        assert scores is not None
+        return pooled, weights, scores if shape is None else shape.restore(scores)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -230,8 +233,9 @@ class AttentionPooling(KeepsWeights):
         lens: Tensor | None,
         mask: Tensor | None,
         return_scores: bool,
-    ) -> tuple[Tensor, ...]:
-        """Pooled values (B,heads,Dv), weights (B,heads,Tk), and the scores if wanted."""
+        shape: Shape | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Pooled values (B,heads,Dv), weights in the call's shape, scores (B,heads,Tk) or None."""
         if values is not keys:  # which operations would convert or stretch
             checks.keys_and_values(keys, values, None)
         if lens is not None:
@@ -239,26 +243,29 @@ class AttentionPooling(KeepsWeights):
         if mask is not None:
             mask = checks.as_mask(mask, self.heads, keys)
         dropout, parameters = self._modules["dropout"], self._parameters_for(keys)
-        dropout_p = plain_dropout(dropout)
+        dropout_p, route = plain_dropout(dropout), None
         if parameters and dropout_p is not None and not (return_scores or self.statistics):
             masked = lens is not None or mask is not None
             route = backends.decide_pooling(keys, values, parameters, masked)
             if route is not None and route.form != "operations":
                 inputs = _as_inputs(route, keys, values, parameters)
-                return pool(route, inputs, lens, mask, dropout_p)
-            if route is not None:
-                weights = F.softmax(plain_scores(keys, *parameters), -1)
-                dropped = weights if dropout_p == 0.0 else cast(Any, dropout)(weights)
-                return torch.bmm(dropped, values), weights
-        dtype = products_dtype(keys)
-        scores, alias = self._scores(keys, parameters)
-        weights = reference.masked_softmax(scores, lens, mask)
-        in_fp32 = checks.softmax_in_fp32(keys.device) and dtype != torch.float64
-        weights = weights.to(torch.float32 if in_fp32 else dtype)
-        dropped = weights if dropout_p == 0.0 else cast(Any, dropout)(weights)
+                return *pool(route, inputs, lens, mask, dropout_p, shape), None
+        if route is not None:
+            scores, alias, dtype = plain_scores(keys, *cast(Any, parameters)), keys, keys.dtype
+            weights = F.softmax(scores, -1)
+        else:
+            (scores, alias), dtype = self._scores(keys, parameters), products_dtype(keys)
+            weights = reference.masked_softmax(scores, lens, mask)
+            in_fp32 = checks.softmax_in_fp32(keys.device) and dtype != torch.float64
+            weights = weights.to(torch.float32 if in_fp32 else dtype)
+        weights = weights if shape is None else shape.restore(weights)
+        dropped = weights
+        if dropout_p != 0.0:  # a changed layer may drop in place
+            dropped = cast(Any, dropout)(weights.clone() if dropout_p is None else weights)
+        by_head = dropped if shape is None else dropped.reshape(scores.shape)
         sources = alias if values is keys else values
-        pooled = self._pooled(dropped, sources, dtype, dropped is weights)
-        return (pooled, weights, scores.to(dtype)) if return_scores else (pooled, weights)
+        pooled = self._pooled(by_head, sources, dtype, dropout_p == 0.0)
+        return pooled, weights, scores.to(dtype) if return_scores else None
 
     def _parameters_for(self, keys: Tensor) -> list[Any] | None:
         """V, its bias, U, its bias, w and its bias; None where a layer has to be called."""
@@ -271,10 +278,15 @@ class AttentionPooling(KeepsWeights):
                 parts += [None, None]
             else:
                 return None
-        weight = parts[0]
-        # Operations would convert another dtype, and a fake takes any size.
-        if weight.dtype is not keys.dtype or weight.shape[1] != keys.shape[-1]:
-            check_features("keys", keys, layers["V"])
+        if parts[0].shape[1] != keys.shape[-1]:  # of which a fake takes any
+            self._explain(keys)
+        if not all([x is None or x.dtype is keys.dtype for x in parts]):
+            self._explain(keys)
+            # Autocast has one dtype for all but fp64. Others the layers refuse, and so do these.
+            if checks.autocast_dtype(keys.device) is None or torch.float64 in [
+                *(x.dtype for x in (keys, *parts) if x is not None)
+            ]:
+                return None
         return parts
 
     def _scores(self, keys: Tensor, parameters: list[Any] | None) -> tuple[Tensor, Tensor]:
@@ -308,7 +320,7 @@ def _as_inputs(
     route: backends.PoolingRoute, keys: Tensor, values: Tensor, parameters: list[Any]
 ) -> tuple[Tensor | None, ...]:
     """Inputs of :data:`ops.pool.pool`, of one dtype."""
-    w, b, w_gate, b_gate, w_v, b_v = parameters
+    w, b, w_gate, b_gate, w_v, b_v = parameters  # of V, U and the module's w
     if route.form == "one operator":
         return keys, w_v, values, b_v, None, w, b, w_gate, b_gate
     inner = F.linear(keys, w, b)

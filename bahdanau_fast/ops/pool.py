@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bahdanau_fast.ops.attention import DROPOUT, LENS, attend_fake, gradient_like
@@ -47,15 +48,13 @@ def _recorded_fake(**named: Any) -> tuple[Tensor, ...]:
     counts = (0,) if lens is None or named["mask"] is not None else lens.shape
     weights = named["w"], named["w_gate"]
     sums = (keys.new_empty((0,) if w is None else (*keys.shape[:2], w.shape[0])) for w in weights)
-    return (*_fake(**named), keys.new_empty(counts, dtype=keys.new_empty(()).int().dtype), *sums)
+    return (*_fake(**named), keys.new_empty(counts, dtype=torch.int32), *sums)
 
 
 def _backward_fake(needs: int, **named: Any) -> list[Tensor]:
+    none = named["keys"].new_empty((0,))
     inputs = enumerate(named[name] for name in INPUTS)
-    none = named["keys"]
-    return [
-        gradient_like(none if x is None else x, x is not None and needs >> i & 1) for i, x in inputs
-    ]
+    return [none.clone() if x is None else gradient_like(x, needs >> i & 1) for i, x in inputs]
 
 
 def _scores(named: Named) -> tuple[Tensor]:

@@ -2,12 +2,12 @@
 
     score[b,h,j] = w_v[h] . (tanh(W x[b,j] + b) * sigmoid(W_g x[b,j] + b_g)) + b_v[h]
 
-The gate is optional. A chunk's activations are in a buffer that the next one takes. Backward
-computes them again for half of the chunks, or fewer where the others are small: that product costs
-time, and what is saved in memory traffic pays for a part of it. All of it is torch operations, on
+The gate is optional. A chunk's activations are in a buffer that the next one takes. Of calls with
+more of them than REMEMBERED, backward computes up to half again: that product costs time, and what
+is saved in memory traffic pays for a part of it. All of it is torch operations, on
 any device. Sums, activations and scores have no less than fp32, and products take the dtype of W;
-calls of few activations take plain operations in that dtype, as those under a transform do. On the
-CPU all but the largest eager calls are ``ops.pool``.
+calls of few activations take plain operations in that dtype, as those under a transform do. What
+is one operator on the CPU instead says ``backends.decide_pooling``.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _forward(inputs: _Inputs, remember: bool) -> tuple[Tensor, list[Tensor]]:
         w_v_t = chunks.w_v.t()
         scores = keys.new_empty((*keys.shape[:2], w_v_t.shape[1]), dtype=chunks.dtype)
         rows = scores.view(-1, w_v_t.shape[1])
-        rows_remembered = max(REMEMBERED // chunks.w.shape[0], rows.shape[0] // 2)
+        rows_remembered = max(REMEMBERED // max(1, chunks.w.shape[0]), rows.shape[0] // 2)
         for chunk in chunks:
             is_remembered = remember and chunk.stop <= rows_remembered
             projected = chunks.project(chunks.keys(chunk), is_remembered)

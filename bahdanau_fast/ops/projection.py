@@ -147,7 +147,7 @@ def way(
 def _is_few(elements: int, hidden: int, size: int) -> bool:
     rows = elements // max(size, 1)
     return (
-        rows <= limits.LIMITS.few_rows
+        0 < rows <= limits.LIMITS.few_rows
         and size >= FEW_ROWS_FEATURES
         and hidden >= FEW_ROWS_HIDDEN
         and hidden * size >= (ONE_ROW_WEIGHT if rows == 1 else FEW_ROWS_WEIGHT * rows)

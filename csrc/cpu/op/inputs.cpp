@@ -81,6 +81,20 @@ Norms norms(const std::vector<double>& w) {
   return {std::sqrt(sum), *std::max_element(most, most + 4)};
 }
 
+// `count` elements of any real dtype, `stride` apart, to out[0], out[1], ...
+void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
+          double* out) {
+  with_type_of(t, name, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(t.const_data_ptr()) + offset;
+    for (int64_t i = 0; i < count; ++i) {
+      if constexpr (std::is_class<decltype(type)>::value)
+        out[i] = widen(from[i * stride]);
+      else
+        out[i] = static_cast<double>(from[i * stride]);
+    }
+  });
+}
+
 }  // namespace
 
 template <class Queries, class Keys>
@@ -134,12 +148,17 @@ Inputs::Inputs(const PoolingArguments& args) {
   check(values, "values", values.dim() == 3 && values.size(0) == p.B && values.size(1) == p.Tk);
   p.Tq = w_v.size(0), p.Dv = values.size(2);
   kind = computing_kind(stored, p.B * p.Tq * p.Tk * p.H, kMaxFp64ForwardTableElements);
+  owned_.push_back(packed(w_v));
+  p.queries = {owned_.back().const_data_ptr(), 0, p.H};
+  std::vector<double> w(p.H);
+  for (int64_t i = 0; kind == Kind::f32 && i < p.Tq; ++i) {
+    read(owned_.back(), "w_v", i * p.H, 1, p.H, w.data());
+    if (norms(w).length > kMaxFp32NormOfW) kind = Kind::f32_in_f64;
+  }
   p.width = table_width(p.H, kind);
   p.pools = true;
   p.keys = view_of(inner, owned_);
   p.values = view_of(values, owned_);
-  owned_.push_back(packed(w_v));
-  p.queries = {owned_.back().const_data_ptr(), 0, p.H};
   if (gate.has_value()) {
     check(*gate, "gate", gate->dim() == 3 && gate->sizes() == inner.sizes());
     p.gate = view_of(*gate, owned_);
@@ -173,24 +192,6 @@ Tensor Inputs::counts(const Tensor& valid_lens) const {
   for (int64_t i = 0; i < count; ++i) to[i] = p.Tq > 0 ? int32_t(key_counts_[i * step]) : 0;
   return out;
 }
-
-namespace {
-
-// `count` elements of any real dtype, `stride` apart, to out[0], out[1], ...
-void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
-          double* out) {
-  with_type_of(t, name, [&](auto type) {
-    const auto* from = static_cast<const decltype(type)*>(t.const_data_ptr()) + offset;
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_class<decltype(type)>::value)
-        out[i] = widen(from[i * stride]);
-      else
-        out[i] = static_cast<double>(from[i * stride]);
-    }
-  });
-}
-
-}  // namespace
 
 std::vector<double> to_doubles(const Tensor& tensor, const char* name) {
   std::vector<double> out(tensor.numel());

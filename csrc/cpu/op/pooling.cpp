@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
+#include <optional>
 #include <tuple>
 
 #include "attend.h"
@@ -14,20 +15,39 @@ namespace {
 // The bits of `needs`, in the order of the inputs.
 enum PoolNeeds : int64_t {
   need_pooled_keys = 1,
-  need_heads = 2,
+  need_w_v = 2,
   need_pooled_values = 4,
-  need_head_bias = 8,
+  need_b_v = 8,
   need_gate = 16,
-  need_weight = 32,
-  need_weight_bias = 64,
-  need_gate_weight = 128,
-  need_gate_bias = 256
+  need_layer_w = 32,
+  need_layer_b = 64,
+  need_w_gate = 128,
+  need_b_gate = 256
 };
 
-// Keys behind a layer, (B,Tk,H).
-Projected behind(const Tensor& keys, const Tensor& weight, const MaybeTensor& bias,
-                 const Tensor& w_v) {
-  return Projected(keys, weight, bias, w_v.size(-1), "keys", "w", kMaxFp64ForwardTableElements);
+// Keys and what the layers make of them: w and b those inside tanh, w_gate and b_gate the gate.
+struct Layers {
+  Layers(const Tensor& keys, const Tensor& w_v, const MaybeTensor& gate, const MaybeTensor& w,
+         const MaybeTensor& b, const MaybeTensor& w_gate, const MaybeTensor& b_gate) {
+    STD_TORCH_CHECK(w.has_value() ? !gate.has_value() && (w_gate.has_value() || !b_gate.has_value())
+                                  : !b.has_value() && !w_gate.has_value() && !b_gate.has_value(),
+                    "gate must come without w; b and w_gate with w, and b_gate with w_gate");
+    const auto project = [&](const Tensor& weight, const MaybeTensor& bias, const char* name) {
+      return Projected(keys, weight, bias, w_v.size(-1), "keys", name,
+                       kMaxFp64ForwardTableElements);
+    };
+    if (w.has_value()) inner.emplace(project(*w, b, "w"));
+    if (w_gate.has_value()) of_gate.emplace(project(*w_gate, b_gate, "w_gate"));
+  }
+
+  std::optional<Projected> inner, of_gate;  // none: keys and gate are projected already
+};
+
+// A projection: computed before, or now.
+Tensor forward(const Projected& projection, const MaybeTensor& before) {
+  if (!before.has_value()) return projection.new_forward();
+  projection.check_forward(*before, "keys");
+  return *before;
 }
 
 // Pooled values and weights; how many keys the lengths leave, without a mask; and what keys that
@@ -36,15 +56,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pool_recorded(
     const Tensor& keys, const Tensor& w_v, const Tensor& values, MaybeTensor b_v, MaybeTensor gate,
     MaybeTensor w, MaybeTensor b, MaybeTensor w_gate, MaybeTensor b_gate, MaybeTensor valid_lens,
     MaybeTensor mask, MaybeTensor seed, double dropout_p, bool narrow) {
-  const Tensor inner = w.has_value() ? behind(keys, *w, b, w_v).new_forward() : keys;
-  if (w_gate.has_value()) gate = behind(keys, *w_gate, b_gate, w_v).new_forward();
+  const Layers layers(keys, w_v, gate, w, b, w_gate, b_gate);
+  const Tensor inner = layers.inner ? layers.inner->new_forward() : keys;
+  if (layers.of_gate) gate = layers.of_gate->new_forward();
   const Inputs in(
       PoolingArguments{inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p});
   const auto [pooled, weights] = attend_to(in, true, narrow);
   const auto none = [&](ScalarType type) { return new_tensor({0}, type); };
   const bool counted = valid_lens.has_value() && !mask.has_value();
   return {pooled, weights, counted ? in.counts(*valid_lens) : none(ScalarType::Int),
-          w.has_value() ? inner : none(in.storage), w_gate.has_value() ? *gate : none(in.storage)};
+          layers.inner ? inner : none(in.storage), layers.of_gate ? *gate : none(in.storage)};
 }
 
 std::tuple<Tensor, Tensor> pool(const Tensor& keys, const Tensor& w_v, const Tensor& values,
@@ -81,24 +102,23 @@ PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeT
                             MaybeTensor b_v, MaybeTensor gate, MaybeTensor w, MaybeTensor b,
                             MaybeTensor w_gate, MaybeTensor b_gate, MaybeTensor valid_lens,
                             MaybeTensor mask, MaybeTensor seed, double dropout_p) {
-  // Compiled code saves nothing but inputs and weights.
-  const Tensor inner = !w.has_value()          ? keys
-                       : projected.has_value() ? *projected
-                                               : behind(keys, *w, b, w_v).new_forward();
-  if (w_gate.has_value())
-    gate = gate_sums.has_value() ? gate_sums : behind(keys, *w_gate, b_gate, w_v).new_forward();
+  // Compiled code saves nothing but inputs and weights: it projects again.
+  const Layers layers(keys, w_v, gate, w, b, w_gate, b_gate);
+  const Tensor inner = layers.inner ? forward(*layers.inner, projected) : keys;
+  if (layers.of_gate) gate = forward(*layers.of_gate, gate_sums);
   const Inputs in(
       PoolingArguments{inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p});
   const Problem& p = in.problem;
-  const int64_t of_w = need_weight | need_weight_bias, of_gate = need_gate_weight | need_gate_bias;
-  const bool needs_inner = needs & (need_pooled_keys | (w.has_value() ? of_w : 0));
-  const bool needs_gate =
-      gate.has_value() && needs & (w_gate.has_value() ? need_pooled_keys | of_gate : need_gate);
+  const bool needs_keys = needs & need_pooled_keys;
+  const bool needs_inner =
+      needs_keys || (layers.inner && (needs & (need_layer_w | need_layer_b)) != 0);
+  const bool needs_gate = layers.of_gate ? needs_keys || (needs & (need_w_gate | need_b_gate)) != 0
+                                         : gate.has_value() && (needs & need_gate) != 0;
   const auto none = [&] { return new_tensor({0}, in.storage); };
-  Tensor grad_inner = gradient(inner, needs_inner), grad_w_v = gradient(w_v, needs & need_heads);
+  Tensor grad_inner = gradient(inner, needs_inner), grad_w_v = gradient(w_v, needs & need_w_v);
   Tensor grad_gate = needs_gate ? gradient(*gate, true) : none();
   Tensor grad_values = gradient(values, needs & need_pooled_values);
-  Tensor grad_b_v = b_v.has_value() ? gradient(*b_v, needs & need_head_bias) : none();
+  Tensor grad_b_v = b_v.has_value() ? gradient(*b_v, needs & need_b_v) : none();
   torch::stable::zero_(grad_b_v);
   if (p.empty()) {
     for (Tensor* t : {&grad_inner, &grad_w_v, &grad_values, &grad_gate}) torch::stable::zero_(*t);
@@ -109,7 +129,7 @@ PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeT
     g.grad_gate = data_or_null(grad_gate, needs_gate);
     g.grad_values = data_or_null(grad_values, needs & need_pooled_values);
     const int64_t bytes = grad_w_v.element_size();
-    const Buffer wide(needs & need_heads ? p.Tq * p.width * bytes : 0);
+    const Buffer wide(needs & need_w_v ? p.Tq * p.width * bytes : 0);
     run_backward(in, g, {wide.get()});
     for (int64_t i = 0; wide.get() != nullptr && i < p.Tq; ++i)
       std::memcpy(static_cast<char*>(grad_w_v.mutable_data_ptr()) + i * p.H * bytes,
@@ -117,16 +137,13 @@ PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeT
   }
   Tensor grad_keys = grad_inner, grad_w = none(), grad_b = none();
   Tensor grad_w_gate = none(), grad_b_gate = none();
-  const bool needs_keys = needs & need_pooled_keys;
-  if (w.has_value() && needs_inner)
+  if (layers.inner && needs_inner)
     std::tie(grad_keys, grad_w, grad_b) =
-        behind(keys, *w, b, w_v)
-            .backward(grad_inner, needs_keys, needs & need_weight, needs & need_weight_bias);
-  if (w_gate.has_value() && needs_gate) {
+        layers.inner->backward(grad_inner, needs_keys, needs & need_layer_w, needs & need_layer_b);
+  if (layers.of_gate && needs_gate) {
     Tensor more;
     std::tie(more, grad_w_gate, grad_b_gate) =
-        behind(keys, *w_gate, b_gate, w_v)
-            .backward(grad_gate, needs_keys, needs & need_gate_weight, needs & need_gate_bias);
+        layers.of_gate->backward(grad_gate, needs_keys, needs & need_w_gate, needs & need_b_gate);
     if (needs_keys) add(more, &grad_keys);
     grad_gate = none();
   }

@@ -2,7 +2,7 @@
 //
 //   score[i,j] = w[i] . hidden[j],  hidden[j] = tanh(x[j]) sigmoid(y[j])
 //
-//   x, y   (Tk,H)    keys through the two layers; without a gate, y, the sigmoid is 1
+//   x, y   (Tk,H)    keys through the two layers; without a gate its factor is 1
 //   w      (Tq,H)    a vector for each head
 //
 // Rows of hidden are made in the first-level cache, a few keys at a time.
