@@ -37,6 +37,7 @@ ADDRESS = {
     "test_instruction_sets.py": "",
     "test_dropout.py": "",
     "test_operators.py": "bitwise or gradcheck or asked_for",
+    "test_pooling.py": "parity or needed or fit_together",
 }
 # What has enough to do for more than one thread.
 THREAD = {
@@ -52,6 +53,7 @@ THREAD = {
     "test_decoding.py": "not opcheck",
     "test_greedy.py": "steps and not hook",
     "test_deferred.py": "",
+    "test_pooling.py": "larger",
 }
 SANITIZERS = {
     "address": (
