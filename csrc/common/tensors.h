@@ -85,6 +85,11 @@ inline View view_like(const Tensor& tensor, ScalarType type, const char* name,
   return view_of(tensor, owned);
 }
 
+inline void set_dropout(double dropout_p, Operands* p) {
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
+  p->dropout_p = dropout_p;
+}
+
 // Checks the inputs of a call and takes their sizes into `p`; gives the kind they are stored in.
 // check_place(tensor, name) raises if a tensor is on another device. Queries and keys that are not
 // projected yet may have any number of features; they may be something else than tensors, which
@@ -114,8 +119,7 @@ Kind read_sizes(const Queries& queries, const Keys& keys, const Tensor& values, 
                   "values must have the batch size and length of keys");
   STD_TORCH_CHECK((w_v.dim() == 1 || w_v.dim() == 2) && w_v.numel() == p->H && w_v.size(-1) == p->H,
                   "w_v must have shape (1, H) or (H,)");
-  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
-  p->dropout_p = dropout_p;
+  set_dropout(dropout_p, p);
   return kind;
 }
 

@@ -146,22 +146,29 @@ struct ForwardTask {
     }
   }
 
+  // Queries to constants, in rows of `width`; how many keys any of them uses.
+  int64_t widen_queries() {
+    const Rows<T, A> query_rows(p.queries, b);
+    int64_t used = 0;
+    for (int64_t i = 0; i < queries; ++i) {
+      used = count(i) > used ? count(i) : used;
+      for (int64_t h = 0; h < p.width; h += kLanes<A>)
+        store(constants + i * p.width + h, load_row<A>(query_rows[i0 + i], h, p.H));
+    }
+    return used;
+  }
+
   // score() as sums/scores.h has it.
   template <Activation act>
   void score_of_sums() {
-    const Rows<T, A> query_rows(p.queries, b), key_rows(p.keys, b);
+    const Rows<T, A> key_rows(p.keys, b);
     const A* w = static_cast<const A*>(p.w);
     const A negative = A(p.inside.negative_slope);
     const Inside& g = p.inside;
     const A* of_keys = static_cast<const A*>(g.features.data) + b * g.features.batch_stride;
     Features<A> features = {
         nullptr, static_cast<const A*>(g.w_f), g.features.row_stride, g.feature_step, p.width, g.C};
-    int64_t used = 0;  // keys that any query uses
-    for (int64_t i = 0; i < queries; ++i) {
-      used = count(i) > used ? count(i) : used;
-      for (int64_t h = 0; h < p.width; h += kLanes<A>)
-        store(constants + i * p.width + h, load_row<A>(query_rows[i0 + i], h, p.H));
-    }
+    const int64_t used = widen_queries();
     for (int64_t first = 0; first < used; first += kInnerRows) {
       const int64_t most = used - first < kInnerRows ? used - first : kInnerRows;
       if (!any_sees(0, queries, first, most)) continue;
@@ -188,13 +195,8 @@ struct ForwardTask {
   // score() as sums/heads.h has it.
   template <bool gated>
   void score_of_heads() {
-    const Rows<T, A> w(p.queries, 0), inner(p.keys, b), gate(p.gate, b);
-    int64_t used = 0;  // keys that any head uses
-    for (int64_t i = 0; i < queries; ++i) {
-      used = count(i) > used ? count(i) : used;
-      for (int64_t h = 0; h < p.width; h += kLanes<A>)
-        store(constants + i * p.width + h, load_row<A>(w[i0 + i], h, p.H));
-    }
+    const Rows<T, A> inner(p.keys, b), gate(p.gate, b);
+    const int64_t used = widen_queries();
     for (int64_t first = 0; first < used; first += kInnerRows) {
       const int64_t keys = used - first < kInnerRows ? used - first : kInnerRows;
       if (!any_sees(0, queries, first, keys)) continue;
@@ -278,6 +280,23 @@ struct ForwardTask {
       drop_weights<A>(p.seed, p.dropout_p, b * p.Tq + i0 + i, j0, j0 + count(i), score_row(i));
   }
 };
+
+// totals += partial, partial = 0, of whole vectors.
+template <class A>
+void settle(A* partial, A* totals, int64_t n) {
+  for (int64_t at = 0; at < n; at += kLanes<A>) {
+    store(totals + at, Vec<A>(load(totals + at) + load(partial + at)));
+    store(partial + at, Vec<A>{});
+  }
+}
+
+// How many keys any query of a batch row uses.
+inline int64_t keys_used(const Problem& p, int64_t b) {
+  int64_t used = 0;
+  for (int64_t i = 0; i < p.Tq; ++i)
+    used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+  return used;
+}
 
 template <class T, class A>
 void store_row(const A* row, int64_t n, T* out) {

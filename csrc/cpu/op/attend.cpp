@@ -84,8 +84,6 @@ void check_table(const AttentionArguments& args) {
   STD_TORCH_CHECK(!args.w_k.has_value() || !args.table.has_value(), "table must come without w_k");
 }
 
-bool is_given(const MaybeTensor& tensor) { return tensor.has_value() && tensor->numel() > 0; }
-
 // Queries or keys; with a weight they are projected, unless that is given.
 class Side {
  public:
@@ -98,8 +96,7 @@ class Side {
       : rows_(rows), needs_(needs) {
     if (!weight.has_value()) return;
     projection_.emplace(rows, *weight, bias, w_v.numel(), name, weight_name, limit);
-    if (is_given(projected)) projection_->check_forward(*projected, name);
-    rows_ = is_given(projected) ? *projected : projection_->new_forward();
+    rows_ = projection_->forward_unless(projected, name);
   }
 
   const Tensor& rows() const { return rows_; }

@@ -119,7 +119,7 @@ Inputs::Inputs(const Queries& queries, const Keys& keys, const AttentionArgument
   p.keys = view_of(keys, owned_);
   p.values = view_of(args.values, owned_);
   set_inside(args);
-  set_seen(args.dropout_p, args.seed, args.valid_lens, args.mask);
+  set_seen(args.seed, args.valid_lens, args.mask);
   if (p.empty()) return;
   set_w(w, w_norms.largest);
   if (!p.from_sums) set_table(args.table, args.keys_max, exponentials);
@@ -168,15 +168,14 @@ Inputs::Inputs(const PoolingArguments& args) {
     buffers_.push_back(in_sum_type(packed(*b_v), kind, "b_v"));
     p.head_bias = buffers_.back().get();
   }
-  set_seen(dropout_p, seed, valid_lens, mask);
+  set_dropout(dropout_p, &p);
+  set_seen(seed, valid_lens, mask);
 }
 
-void Inputs::set_seen(double dropout_p, const MaybeTensor& seed, const MaybeTensor& valid_lens,
+void Inputs::set_seen(const MaybeTensor& seed, const MaybeTensor& valid_lens,
                       const MaybeTensor& mask) {
   Problem& p = problem;
-  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p must be between 0 and 1");
-  p.dropout_p = dropout_p;
-  p.dropout = dropout_p > 0.0;
+  p.dropout = p.dropout_p > 0.0;
   if (p.dropout) p.seed = static_cast<uint64_t>(*seed_data(seed, check_cpu));
   key_counts_.assign(p.B * p.Tq, p.Tk);
   p.key_counts = key_counts_.data();

@@ -100,8 +100,7 @@ struct Inputs {
   ScalarType storage;
 
  private:
-  void set_seen(double dropout_p, const MaybeTensor& seed, const MaybeTensor& valid_lens,
-                const MaybeTensor& mask);
+  void set_seen(const MaybeTensor& seed, const MaybeTensor& valid_lens, const MaybeTensor& mask);
   void set_w(const std::vector<double>& w, double largest);
   void set_key_counts(const Tensor& valid_lens);
   void set_mask(const Tensor& mask);

@@ -43,13 +43,6 @@ struct Layers {
   std::optional<Projected> inner, of_gate;  // none: keys and gate are projected already
 };
 
-// A projection: computed before, or now.
-Tensor forward(const Projected& projection, const MaybeTensor& before) {
-  if (!before.has_value()) return projection.new_forward();
-  projection.check_forward(*before, "keys");
-  return *before;
-}
-
 // Pooled values and weights; how many keys the lengths leave, without a mask; and what keys that
 // are projected here become in both layers. A result that does not apply has shape (0,).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pool_recorded(
@@ -104,8 +97,8 @@ PoolGradients pool_backward(const Tensor& weights, MaybeTensor projected, MaybeT
                             MaybeTensor mask, MaybeTensor seed, double dropout_p) {
   // Compiled code saves nothing but inputs and weights: it projects again.
   const Layers layers(keys, w_v, gate, w, b, w_gate, b_gate);
-  const Tensor inner = layers.inner ? forward(*layers.inner, projected) : keys;
-  if (layers.of_gate) gate = forward(*layers.of_gate, gate_sums);
+  const Tensor inner = layers.inner ? layers.inner->forward_unless(projected, "keys") : keys;
+  if (layers.of_gate) gate = layers.of_gate->forward_unless(gate_sums, "keys");
   const Inputs in(
       PoolingArguments{inner, w_v, values, b_v, gate, valid_lens, mask, seed, dropout_p});
   const Problem& p = in.problem;

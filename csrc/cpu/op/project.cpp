@@ -106,11 +106,13 @@ Tensor Projected::new_forward() const {
   return out;
 }
 
-void Projected::check_forward(const Tensor& projected, const char* name) const {
-  STD_TORCH_CHECK(projected.is_cpu() && projected.dim() == 3 && projected.size(0) == B_ &&
-                      projected.size(1) == R_ && projected.size(2) == p_.H &&
-                      projected.scalar_type() == owned_[0].scalar_type(),
+Tensor Projected::forward_unless(const MaybeTensor& projected, const char* name) const {
+  if (!projected.has_value() || projected->numel() == 0) return new_forward();
+  const Tensor& t = *projected;
+  STD_TORCH_CHECK(t.is_cpu() && t.dim() == 3 && t.size(0) == B_ && t.size(1) == R_ &&
+                      t.size(2) == p_.H && t.scalar_type() == owned_[0].scalar_type(),
                   "projected_", name, " must be those that attention gives");
+  return t;
 }
 
 std::tuple<Tensor, Tensor, Tensor> Projected::backward(const Tensor& grad, bool of_rows,

@@ -17,8 +17,8 @@ class Projected {
   // (B,R,H), in memory of an operator's own, or as a tensor.
   OwnRows forward() const;
   Tensor new_forward() const;
-  // Raises unless the tensor may come from there.
-  void check_forward(const Tensor& projected, const char* name) const;
+  // The same, unless it was computed before: `projected`, if that has elements, which is checked.
+  Tensor forward_unless(const MaybeTensor& projected, const char* name) const;
 
   // Gradients of rows, weight and bias, of no elements where they are not wanted.
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, bool of_rows, bool of_weight,

@@ -99,14 +99,6 @@ struct GradOfSums {
     }
   }
 
-  // totals += partial sums, partial sums = 0.
-  void settle() {
-    for (int64_t at = 0; at < (p.Tq + 1) * n; at += kLanes<A>) {
-      store(totals + at, Vec<A>(load(totals + at) + load(partial + at)));
-      store(partial + at, Vec<A>{});
-    }
-  }
-
   T* grad_key(int64_t j) const { return static_cast<T*>(g.grad_keys) + (b * p.Tk + j) * p.H + h0; }
   A* feature_grads() const { return static_cast<A*>(g.grad_features) + b * p.inside.C * p.Tk; }
 
@@ -157,9 +149,7 @@ struct GradOfSums {
 
   template <Activation act>
   void run() {
-    int64_t used = 0;  // keys that any query uses
-    for (int64_t i = 0; i < p.Tq; ++i)
-      used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+    const int64_t used = keys_used(p, b);
     for (int64_t j = 0; j < used; j += kKeys) {
       const int64_t count = used - j < kKeys ? used - j : kKeys;
       if (is_seen(j, count)) {
@@ -170,7 +160,7 @@ struct GradOfSums {
         for (A* grad = grads; grad < grads + count * n; ++grad) *grad = A(0);
       }
       use_grads(j, count);
-      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle();
+      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle(partial, totals, (p.Tq + 1) * n);
     }
     zero_from(used);
     for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {

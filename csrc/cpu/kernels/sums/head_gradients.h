@@ -86,22 +86,12 @@ struct GradOfHeads {
     }
   }
 
-  // totals += partial sums, partial sums = 0.
-  void settle() {
-    for (int64_t at = 0; at < p.Tq * n; at += kLanes<A>) {
-      store(totals + at, Vec<A>(load(totals + at) + load(partial + at)));
-      store(partial + at, Vec<A>{});
-    }
-  }
-
   void run() {
-    int64_t used = 0;  // keys that any head uses
-    for (int64_t i = 0; i < p.Tq; ++i)
-      used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+    const int64_t used = keys_used(p, b);
     for (int64_t j = 0; j < used; j += kKeys) {
       const int64_t count = used - j < kKeys ? used - j : kKeys;
       p.gate.data != nullptr ? group<true>(j, count) : group<false>(j, count);
-      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle();
+      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle(partial, totals, p.Tq * n);
     }
     for (int64_t j = used; j < p.Tk; ++j)
       for (int64_t h = 0; h < n; h += kLanes<A>) {
