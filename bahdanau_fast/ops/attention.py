@@ -54,7 +54,9 @@ __all__ = [
     "exp_keys",
     "fingerprint",
     "gradient_like",
+    "gradients_like",
     "needs_of",
+    "recorded_fake",
     "terms_of",
 ]
 
@@ -95,6 +97,28 @@ def terms_of(named: Named) -> ScoreTerms:
 def gradient_like(tensor: Tensor, needed: int | bool) -> Tensor:
     """An empty gradient of a tensor; (0,) where it is not needed."""
     return tensor.new_empty(tensor.shape if needed else (0,))
+
+
+def gradients_like(inputs: Sequence[Tensor | None], needs: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Empty gradients of inputs by the bits of ``needs``; (0,) of one that is None."""
+    return tuple(
+        like.new_empty((0,)) if x is None else gradient_like(x, needs >> i & 1)
+        for i, x in enumerate(inputs)
+    )
+
+
+def recorded_fake(
+    like: Tensor,
+    valid_lens: Tensor | None,
+    mask: Tensor | None,
+    *projections: tuple[Tensor, Tensor | None],
+) -> tuple[Tensor, ...]:
+    """What backward takes: counts of keys; rows by weights, (0,) where the weight is None."""
+    counts = (0,) if valid_lens is None or mask is not None else valid_lens.shape
+    return (
+        like.new_empty(counts, dtype=torch.int32),
+        *(x.new_empty((0,) if w is None else (*x.shape[:2], w.shape[0])) for x, w in projections),
+    )
 
 
 def _gradients_fake(*names: str) -> Callable[..., list[Tensor]]:
@@ -159,15 +183,10 @@ def _projects_again(keys: Tensor) -> bool:
 
 
 def _recorded_fake(**named: Any) -> tuple[Tensor, ...]:
-    queries, keys, lens = named["queries"], named["keys"], named["valid_lens"]
-    counts = (0,) if lens is None or named["mask"] is not None else lens.shape
-    saved_keys = None if _projects_again(keys) else named["w_k"]
-    projected = (
-        x.new_empty((0,) if w is None else (*x.shape[:2], w.shape[0]))
-        for x, w in ((queries, named["w_q"]), (keys, saved_keys))
-    )
-    counted = queries.new_empty(counts, dtype=torch.int32)
-    return (*_attention_fake(**named), counted, *projected)
+    queries, keys = named["queries"], named["keys"]
+    projections = (queries, named["w_q"]), (keys, None if _projects_again(keys) else named["w_k"])
+    recorded = recorded_fake(queries, named["valid_lens"], named["mask"], *projections)
+    return (*_attention_fake(**named), *recorded)
 
 
 def _backward_queries_fake(

@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bahdanau_fast.ops.attention import DROPOUT, LENS, attend_fake, gradient_like
+from bahdanau_fast.ops.attention import DROPOUT, LENS, attend_fake, gradients_like, recorded_fake
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named_tuple
 from bahdanau_fast.ops.pool_in_chunks import plain_scores, scores_of_sums
 
@@ -44,17 +43,13 @@ def _fake(keys: Tensor, w_v: Tensor, values: Tensor, narrow: bool, **_: Any) -> 
 
 
 def _recorded_fake(**named: Any) -> tuple[Tensor, ...]:
-    keys, lens = named["keys"], named["valid_lens"]
-    counts = (0,) if lens is None or named["mask"] is not None else lens.shape
-    weights = named["w"], named["w_gate"]
-    sums = (keys.new_empty((0,) if w is None else (*keys.shape[:2], w.shape[0])) for w in weights)
-    return (*_fake(**named), keys.new_empty(counts, dtype=torch.int32), *sums)
+    keys = named["keys"]
+    projections = (keys, named["w"]), (keys, named["w_gate"])
+    return (*_fake(**named), *recorded_fake(keys, named["valid_lens"], named["mask"], *projections))
 
 
-def _backward_fake(needs: int, **named: Any) -> list[Tensor]:
-    none = named["keys"].new_empty((0,))
-    inputs = enumerate(named[name] for name in INPUTS)
-    return [none.clone() if x is None else gradient_like(x, needs >> i & 1) for i, x in inputs]
+def _backward_fake(needs: int, **named: Any) -> tuple[Tensor, ...]:
+    return gradients_like([named[name] for name in INPUTS], needs, named["keys"])
 
 
 def _scores(named: Named) -> tuple[Tensor]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bahdanau_fast import checks
-from bahdanau_fast.ops.attention import gradient_like
+from bahdanau_fast.ops.attention import gradients_like
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.operator import Operator, library
 from bahdanau_fast.ops.second_derivatives import differentiate_again
@@ -224,10 +224,7 @@ def _backward(
 
 
 def _backward_fake(grad: Tensor, needs: int, **inputs: Any) -> tuple[Tensor, ...]:
-    tensors = enumerate(_Inputs(**inputs))
-    return tuple(
-        grad.new_empty((0,)) if x is None else gradient_like(x, needs >> i & 1) for i, x in tensors
-    )
+    return gradients_like(_Inputs(**inputs), needs, grad)
 
 
 def _backward_kernel(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
