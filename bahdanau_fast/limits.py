@@ -34,8 +34,8 @@ class Limits:
 
 
 # MKL takes its AVX2 path on AMD's processors. On Zen 4, whose AVX-512 does no more in a cycle,
-# oneDNN is ahead by 5 to 10 % in the largest products alone, and never in a step of training; on
-# Zen 5 it is up to 2.3 times as fast. On Intel's MKL is nowhere slower, up to 3.7 times as fast.
+# oneDNN is ahead in the largest products alone, and never in a step of training; on Zen 5 it is up
+# to 2.3 times as fast. On Intel's MKL is nowhere slower, and up to 3.7 times as fast.
 _AMD = Limits(1 << 25, NEVER, turned_side=NEVER, few_rows=32)
 _INTEL = Limits(NEVER, NEVER, turned_side=512, few_rows=0)
 #: By name. Nobody has measured "x86" (other makers) and "arm": they take what was right for AMD,

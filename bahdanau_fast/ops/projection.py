@@ -7,8 +7,8 @@ faster one on AMD's Zen 5. ``Limits.onednn_work`` says where.
 Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
 their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
 
-Of few rows and a large weight MKL takes up to five times as long as this package's product, on
-AMD's processors. ``Limits.few_rows`` says of how many.
+Of few rows and a large weight this package's product is the fastest on AMD's processors before
+Zen 5. ``Limits.few_rows`` says of how many.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ __all__ = [
     "way",
 ]
 
+
+#: Rows, weight and bias to the projected rows.
+Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 # Rows below which a projection only reads its weight, and MKL does that as fast as oneDNN.
 ONEDNN_ROWS = 4
@@ -75,10 +78,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plain: bool = 
     """``F.linear`` in result and gradients; ``plain``, it is that function: for the reference."""
     faster = None if plain else way(x, weight)
     records = faster is not None and checks.needs_gradient(x, weight, bias)
-    if faster is None or (records and way(x, weight, trains=True) is None):
+    faster = way(x, weight, trains=True) if records else faster
+    if faster is None:
         return F.linear(x, weight, bias)
     if records:
-        product: Tensor = _Linear.apply(x, weight, bias, None)  # type: ignore[no-untyped-call]
+        node: Any = _Linear
+        product: Tensor = node.apply(x, weight, bias, faster, None)
         return product
     return faster(x, weight, bias)
 
@@ -101,7 +106,8 @@ def shared_linear(
         weight if x.requires_grad else None,
         grad_fns=grad_fns,
     )
-    return _Linear.apply(x, weight, bias, saved), saved  # type: ignore[no-untyped-call]
+    node: Any = _Linear
+    return node.apply(x, weight, bias, way(x, weight, trains=True), saved), saved
 
 
 class _Waiting(torch.autograd.Function):
@@ -123,9 +129,7 @@ def waiting(keys: Tensor, token: BackwardToken) -> Tensor:
     return result
 
 
-def way(
-    x: Tensor, weight: Tensor, trains: bool = False
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
+def way(x: Tensor, weight: Tensor, trains: bool = False) -> Product | None:
     """The product that takes the place of ``F.linear``; None where nothing does."""
     # Asked first: compiled code takes F.linear, and no size of x becomes a guard of it.
     if torch.compiler.is_compiling():
@@ -230,15 +234,18 @@ def _rows(x: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, saved: SavedTensors | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        faster: Product | None,
+        saved: SavedTensors | None,
     ) -> Tensor:
-        ctx.saved = saved
+        ctx.saved, ctx.few = saved, faster is few_rows.multiply
         if saved is None:
-            for_x, for_weight, _, _ = ctx.needs_input_grad
+            for_x, for_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         inputs = x.detach(), weight.detach(), None if bias is None else bias.detach()
-        faster = way(*inputs[:2], trains=True)
-        ctx.few = faster is few_rows.multiply
         return (faster or F.linear)(*inputs)
 
     @staticmethod
@@ -246,7 +253,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors if ctx.saved is None else ctx.saved.get()
         # create_graph=True: products that can be differentiated again.
         again = torch.is_grad_enabled()
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if ctx.few and not again and _is_plain(grad, grad):
             wanted = x if for_weight else None, weight if for_x else None
@@ -262,4 +269,4 @@ class _Linear(torch.autograd.Function):
                 grad_bias = _rows(grad).sum(0)
         if ctx.saved is not None:
             ctx.saved.after_backward()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
