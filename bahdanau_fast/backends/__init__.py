@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ _POOLING = (None, "auto", CPU.name)  # requests under which the CPU's operator p
 
 
 def decide_pooling(
-    keys: Tensor, values: Tensor, parameters: Sequence[Tensor | None], masked: bool
+    keys: Tensor, values: Tensor, parameters: Sequence[Any], masked: bool
 ) -> PoolingRoute | None:
     """The operator that pools keys (B,Tk,D) with these parameters of both layers and the scores.
 
@@ -225,7 +225,7 @@ def decide_pooling(
     state = checks.torch_state(keys.device, (keys, values, *parameters), False)
     if state.traced or state.plain_only or state.of_inference:
         return None
-    hidden = cast(Tensor, parameters[0]).shape[0]
+    hidden = parameters[0].shape[0]
     batch, keys_len, size = keys.shape
     activations = batch * keys_len * (hidden if parameters[2] is None else 2 * hidden)
     form = CPU.pooling_form(activations, size, state, masked)

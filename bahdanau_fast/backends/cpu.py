@@ -12,8 +12,9 @@ from bahdanau_fast.checks import TorchState
 
 __all__ = ["CPU", "TABLE_ELEMENTS"]
 
-# A call of up to so many multiplications in both projections is one operator.
-ONE_OPERATOR_WORK = 32768
+# A call of up to so many multiplications in its projections is one operator, which saves nodes of
+# the graph in training; of pooling, which projects no queries, fewer pay there.
+ONE_OPERATOR_WORK, ONE_OPERATOR_WORK_TO_TRAIN, POOLED_WORK_TO_TRAIN = 1 << 17, 1 << 20, 1 << 18
 # A step without gradients projects its queries in its operator, up to so many of them; or, where
 # they are narrow, up to so many multiplications.
 STEP_ROWS, STEP_WORK = 8, 1 << 20
@@ -21,8 +22,6 @@ STEP_ROWS, STEP_WORK = 8, 1 << 20
 MOST_POOLED = 1 << 22
 # Those from which on it takes less than plain operations, in training without lengths and mask.
 LEAST_POOLED_TO_TRAIN = 1 << 15
-# In training, the multiplications up to which it projects the keys.
-ONE_OPERATOR_WORK_TO_TRAIN = 1 << 18
 # Elements of projected keys from which on a table of their exponentials is kept for later steps.
 TABLE_ELEMENTS = 513
 
@@ -52,10 +51,9 @@ class Cpu(Backend):
         queries = sizes.batch * sizes.queries_len * sizes.query_size
         if not facts.keys_projected:
             work = (queries + sizes.batch * sizes.keys_len * sizes.key_size) * sizes.hidden
-            if work <= ONE_OPERATOR_WORK:
-                return "one operator", (
-                    f"{work} multiplications to project, of at most {ONE_OPERATOR_WORK}"
-                )
+            most = ONE_OPERATOR_WORK_TO_TRAIN if facts.state.records else ONE_OPERATOR_WORK
+            if work <= most:
+                return "one operator", f"{work} multiplications to project, of at most {most}"
         if facts.state.records:
             return "projected", "autograd is on, and takes gradients of the projections by itself"
         if facts.drops:
@@ -73,7 +71,7 @@ class Cpu(Backend):
             return None
         if state.records and not masked and activations < LEAST_POOLED_TO_TRAIN:
             return None if state.autocast else "operations"
-        most = ONE_OPERATOR_WORK_TO_TRAIN if state.records else ONE_OPERATOR_WORK
+        most = POOLED_WORK_TO_TRAIN if state.records else ONE_OPERATOR_WORK
         one_operator = activations * size <= most and not state.autocast
         return "one operator" if one_operator else "projected"
 

@@ -91,8 +91,8 @@ def plain_dropout(layer: nn.Module | None) -> float | None:
         return None
     if type(layer) is nn.Identity:
         return 0.0
-    dropout = cast(nn.Dropout, layer)
-    return None if dropout.inplace else dropout.p if dropout.training else 0.0
+    assert isinstance(layer, nn.Dropout)
+    return None if layer.inplace else layer.p if layer.training else 0.0
 
 
 def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

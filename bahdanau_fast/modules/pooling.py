@@ -210,7 +210,6 @@ class AttentionPooling(KeepsWeights):
         except Exception:
             self._explain(rows)
             raise
-        keep(self, weights, None if return_scores else pooled)
         pooled = pooled.squeeze(1) if self.heads == 1 else pooled
         pooled = pooled if shape is None else shape.restore(pooled)
         if not return_scores:
@@ -243,22 +242,25 @@ class AttentionPooling(KeepsWeights):
         if mask is not None:
             mask = checks.as_mask(mask, self.heads, keys)
         dropout, parameters = self._modules["dropout"], self._parameters_for(keys)
-        dropout_p, route = plain_dropout(dropout), None
+        dropout_p = plain_dropout(dropout)
         if parameters and dropout_p is not None and not (return_scores or self.statistics):
             masked = lens is not None or mask is not None
             route = backends.decide_pooling(keys, values, parameters, masked)
-            if route is not None and route.form != "operations":
-                inputs = _as_inputs(route, keys, values, parameters)
-                return *pool(route, inputs, lens, mask, dropout_p, shape), None
-        if route is not None:
-            scores, alias, dtype = plain_scores(keys, *cast(Any, parameters)), keys, keys.dtype
-            weights = F.softmax(scores, -1)
-        else:
-            (scores, alias), dtype = self._scores(keys, parameters), products_dtype(keys)
-            weights = reference.masked_softmax(scores, lens, mask)
-            in_fp32 = checks.softmax_in_fp32(keys.device) and dtype != torch.float64
-            weights = weights.to(torch.float32 if in_fp32 else dtype)
+            if route is not None:
+                if route.form == "operations":
+                    pooled, weights = _by_operations(keys, values, parameters, dropout_p, shape)
+                    keep(self, weights)
+                else:
+                    inputs = _as_inputs(route, keys, values, parameters)
+                    pooled, weights = pool(route, inputs, lens, mask, dropout_p, shape)
+                    keep(self, weights, pooled)
+                return pooled, weights, None
+        (scores, alias), dtype = self._scores(keys, parameters), products_dtype(keys)
+        weights = reference.masked_softmax(scores, lens, mask)
+        in_fp32 = checks.softmax_in_fp32(keys.device) and dtype != torch.float64
+        weights = weights.to(torch.float32 if in_fp32 else dtype)
         weights = weights if shape is None else shape.restore(weights)
+        keep(self, weights)
         dropped = weights
         if dropout_p != 0.0:  # a changed layer may drop in place
             dropped = cast(Any, dropout)(weights.clone() if dropout_p is None else weights)
@@ -269,15 +271,15 @@ class AttentionPooling(KeepsWeights):
 
     def _parameters_for(self, keys: Tensor) -> list[Any] | None:
         """V, its bias, U, its bias, w and its bias; None where a layer has to be called."""
-        layers, parts = self._modules, []  # past nn.Module's __getattr__
+        parts: list[Any] = []
+        layers = self._modules  # past nn.Module's __getattr__
         for name in ("V", "U", "w"):
-            parameters = plain_parameters(layer := layers.get(name))
-            if parameters is not None:
-                parts += [parameters["weight"], parameters.get("bias")]
-            elif layer is None:
+            if (layer := layers.get(name)) is None:
                 parts += [None, None]
-            else:
+            elif (parameters := plain_parameters(layer)) is None:
                 return None
+            else:
+                parts += [parameters["weight"], parameters.get("bias")]
         if parts[0].shape[1] != keys.shape[-1]:  # of which a fake takes any
             self._explain(keys)
         if not all([x is None or x.dtype is keys.dtype for x in parts]):
@@ -314,6 +316,19 @@ class AttentionPooling(KeepsWeights):
             variance = torch.bmm(weights, (values - center).square()) - (mean - center).square()
             deviation = variance.clamp(min=LEAST_VARIANCE).sqrt()
             return torch.cat((mean, deviation), -1).to(dtype)
+
+
+def _by_operations(
+    keys: Tensor, values: Tensor, parameters: list[Any], dropout_p: float, shape: Shape | None
+) -> tuple[Tensor, Tensor]:
+    """Pooled values (B,heads,Dv) and weights in the call's shape, without autocast."""
+    weights = plain_scores(keys, *parameters).softmax(-1)
+    if shape is not None:
+        weights = shape.restore(weights)
+    dropped = F.dropout(weights, dropout_p) if dropout_p else weights
+    if shape is not None:
+        dropped = dropped.reshape(keys.shape[0], -1, keys.shape[1])
+    return torch.bmm(dropped, values), weights
 
 
 def _as_inputs(

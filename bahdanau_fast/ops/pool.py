@@ -55,7 +55,7 @@ def _backward_fake(needs: int, **named: Any) -> tuple[Tensor, ...]:
 def _scores(named: Named) -> tuple[Tensor]:
     layers, scoring = ([named[name] for name in names] for names in (_LAYERS, ("w_v", "b_v")))
     if named["w"] is None:
-        return (scores_of_sums(named["keys"], named["gate"], *scoring),)
+        return (scores_of_sums(named["keys"], named["gate"], *scoring).transpose(1, 2),)
     return (plain_scores(*layers, *scoring),)
 
 

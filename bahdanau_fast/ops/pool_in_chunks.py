@@ -66,17 +66,23 @@ def plain_scores(
     b_v: Tensor | None,
 ) -> Tensor:
     """The scores (B,heads,Tk) by the formula; they and the activations have the dtype of W."""
-    keys = keys.to(w.dtype)
-    gate = None if w_gate is None else F.linear(keys, w_gate, b_gate)
-    return scores_of_sums(F.linear(keys, w, b), gate, w_v, b_v)
+    (batch, keys_len, size), heads = keys.shape, w_v.shape[0]
+    if keys.dtype is not w.dtype:
+        keys = keys.to(w.dtype)
+    rows = keys.reshape(-1, size)  # once, where each layer would, and back again
+    gate = None if w_gate is None else F.linear(rows, w_gate, b_gate)
+    scores = scores_of_sums(F.linear(rows, w, b), gate, w_v, b_v)
+    if heads == 1:
+        return scores.reshape(batch, 1, keys_len)
+    return scores.reshape(batch, keys_len, heads).transpose(1, 2)
 
 
 def scores_of_sums(inner: Tensor, gate: Tensor | None, w_v: Tensor, b_v: Tensor | None) -> Tensor:
-    """The scores (B,heads,Tk) of keys that have gone through both layers, (B,Tk,H)."""
+    """The scores (...,heads) of keys that have gone through both layers, (...,H)."""
     hidden = torch.tanh(inner)
     if gate is not None:
         hidden = hidden * torch.sigmoid(gate)
-    return F.linear(hidden, w_v, b_v).transpose(1, 2)
+    return F.linear(hidden, w_v, b_v)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -33,11 +33,11 @@ WAYS = {
     "chunks, all": {**CHUNKS, "REMEMBERED": ALL},
     "operations": {"MOST_POOLED": -1},
     "operations in training": {"LEAST_POOLED_TO_TRAIN": ALL},
-    "one operator": {"LEAST_POOLED_TO_TRAIN": 0, "ONE_OPERATOR_WORK_TO_TRAIN": ALL},
+    "one operator": {"LEAST_POOLED_TO_TRAIN": 0, "POOLED_WORK_TO_TRAIN": ALL},
     "projected": {
         "LEAST_POOLED_TO_TRAIN": 0,
         "ONE_OPERATOR_WORK": 0,
-        "ONE_OPERATOR_WORK_TO_TRAIN": 0,
+        "POOLED_WORK_TO_TRAIN": 0,
     },
 }
 
@@ -108,6 +108,16 @@ def results(function, module, drawn, dtype):
     got = torch.autograd.grad(results, [*named.values()], [g.to(dtype) for g in grads])
     names = [*("pooled", "weights", "scores")[: len(results)], *(f"d {name}" for name in named)]
     return {n: x.detach().double().numpy() for n, x in zip(names, [*results, *got], strict=True)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_batch(way, go):
+    go(way)
+    module, keys = made(heads=3, gated=True)
+    pooled = module(keys[:0].requires_grad_())
+    pooled.sum().backward()
+    assert pooled.shape == (0, 3, D)
+    assert all(parameter.grad.eq(0).all() for parameter in module.parameters())
 
 
 ANY = ("chunks, half", "chunks, all", "operations")  # statistics, too

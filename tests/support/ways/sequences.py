@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from ways.actions import ACTIONS, CHANGES
 from ways.kinds import KINDS
 from ways.layers import OF_A_LAYER
-from ways.sides import REMEMBERED, SMALL, WATCHED, Pair
+from ways.sides import REMEMBERED, SMALL, WATCHED, Pair, remember_small
 
 
 class Step(NamedTuple):
@@ -110,6 +111,12 @@ def draw_plan(seed):
 
 def run(plan, ended=None):
     """What is wrong after the first step that is; nothing where all is right."""
+    with pytest.MonkeyPatch.context() as patch:
+        remember_small(patch)
+        return _run(plan, ended)
+
+
+def _run(plan, ended):
     options = plan.options
     pair = Pair(**options, exact=options.get("dtype") == torch.float32)
     assert pair.fuse()

@@ -6,11 +6,21 @@ import torch
 from torch import nn
 
 import bahdanau_fast as bf
+from bahdanau_fast.backends import cpu
 from ways.kinds import DK, DQ, DV, KINDS, E
 
 # Batch, keys, hidden: such that the projection of the keys is remembered, and such that projections
 # and attention are one operator (test_ways.py asserts both).
 REMEMBERED, SMALL = (3, 53, 19), (3, 31, 17)
+
+
+def remember_small(patch):
+    """Make the limits fit REMEMBERED; ``patch`` is a pytest.MonkeyPatch."""
+    for name in ("ONE_OPERATOR_WORK", "ONE_OPERATOR_WORK_TO_TRAIN"):
+        patch.setattr(cpu, name, 1 << 15)
+    patch.setattr(bf.backends, "_routes", {})  # what was decided by others
+
+
 # Share of a result's largest number: thousands of roundings, by which right results differ.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
