@@ -136,7 +136,7 @@ class _Projections(TorchDispatchMode):
 @pytest.mark.parametrize(("task", "expected"), [("full", 3), ("loop", 3)])
 def test_a_module_call_is_timed_with_its_projection_of_the_keys(task, expected, grad, monkeypatch):
     monkeypatch.setattr("benchmarks.contestants.DECODE_STEPS", 3)
-    inputs = draw(Shape("cached", 4, 1, 40, 64))  # smaller calls project inside the operator
+    inputs = draw(Shape("cached", 4, 1, 80, 64))  # smaller calls project inside the operator
     inputs.require_grad(grad)
     runnable = by_name("ours module").build(task, inputs)
     outputs = []  # a graph that is alive keeps the projection of its keys
