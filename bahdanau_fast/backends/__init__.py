@@ -164,8 +164,9 @@ def decide(call: Call) -> Route:
     requested = None
     if call.backend is not None or _forced is not None:
         requested = _requested(call.backend)
-    sharded = (scores_only or located is not None) and checks.is_sharded(queries)
-    kinds = (w_q is None, w_k is None, scored is None, dropout_p > 0.0)
+    projected_only = scores_only or located is not None
+    sharded = projected_only and checks.is_sharded(queries)
+    kinds = (projected_only, w_q is None, w_k is None, scored is None, dropout_p > 0.0)
     if state.traced:  # no size may decide, or traced code would be compiled anew for each
         none = (0, 0, 0), (0, 0, 0), 0, 0
         return _decided(device, queries.dtype, none, state, requested, sharded, general, kinds)

@@ -34,6 +34,8 @@ class Facts(NamedTuple):
     general: bool  # scores are the result, or have features or not tanh inside
     requested: str | None  # a backend by name
     available: tuple[Backend, ...]  # that serve such a device in this process, fastest first
+    # Scores are the result or depend on a location: the operators take projected queries and keys.
+    projected_only: bool
     queries_projected: bool
     keys_projected: bool
     called: bool  # w_v is a layer that has to be called
@@ -76,6 +78,8 @@ class Backend:
 
     def form(self, facts: Facts) -> tuple[str, str]:
         """The form of a call that :func:`route.route` leaves to it, and why."""
+        if facts.general:
+            return "projected", "other scores than those of tanh take projected queries and keys"
         return "one operator", "its products are launches like the others"
 
     def keeps_table(self, elements: int, queries_len: int) -> bool:

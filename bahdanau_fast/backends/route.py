@@ -163,10 +163,8 @@ def _form(facts: Facts, backend: Backend) -> tuple[str, str]:
     if facts.called:
         return "called", "the layer w_v is more than its weight"
     if backend.fused:
-        if facts.general:
-            return "projected", (
-                "scores, features and other activations take projected queries and keys"
-            )
+        if facts.projected_only:
+            return "projected", "scores and locations take projected queries and keys"
         if facts.state.traced:
             return "projected", "one operator in compiled code, whatever the sizes"
         if facts.state.autocast:
