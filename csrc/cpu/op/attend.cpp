@@ -78,7 +78,7 @@ class InsideGradients {
 
 // fp32 is projected in fp64 where the keys are projected here, too; else as by the matrix product
 // that projected the keys.
-int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64SmallElements : 0; }
+int64_t fp64_limit(const MaybeTensor& w_k) { return w_k.has_value() ? kMaxFp64CpuElements : 0; }
 
 void check_table(const AttentionArguments& args) {
   STD_TORCH_CHECK(!args.w_k.has_value() || !args.table.has_value(), "table must come without w_k");
@@ -125,7 +125,7 @@ Side queries_of(const AttentionArguments& args, const MaybeTensor& projected = k
 Side keys_of(const AttentionArguments& args, const MaybeTensor& projected = kNone,
              int64_t needs = 0) {
   return Side(args.keys, args.w_k, args.bias, args.w_v, projected, "keys", "w_k",
-              kMaxFp64SmallElements,
+              kMaxFp64CpuElements,
               {needs & need_keys, needs & need_w_k, args.bias.has_value() ? needs & need_bias : 0});
 }
 

@@ -12,7 +12,7 @@ class Projected {
   // Rows (B,R,D), weight (H,D), `hidden` H that of w_v, bias (H); in errors rows and weight have
   // the names. fp32 of up to `limit` elements is computed in fp64.
   Projected(const Tensor& rows, const Tensor& weight, const MaybeTensor& bias, int64_t hidden,
-            const char* name, const char* weight_name, int64_t limit = kMaxFp64SmallElements);
+            const char* name, const char* weight_name, int64_t limit = kMaxFp64CpuElements);
 
   // (B,R,H), in memory of an operator's own, or as a tensor.
   OwnRows forward() const;
