@@ -10,9 +10,6 @@ namespace bahdanau_fast {
 // limit of tables (exp_keys), in (key, hidden) elements; a table made for calls without gradients,
 // whose sums cancel less, has the second one.
 constexpr int64_t kMaxFp64CpuElements = 196608, kMaxFp64ForwardTableElements = 16384;
-// The same of pooling, whose heads stand where queries do, and of the keys that it projects: of more,
-// fp64 is what a step of training waits for.
-constexpr int64_t kMaxFp64PooledElements = 2048;
 // fp32 problems of any size are computed in fp64 on the CPU if the norm of w_v is above this: their
 // scores are in the hundreds, where the rounding of fp32 shows in the softmax.
 constexpr double kMaxFp32NormOfW = 64.0;

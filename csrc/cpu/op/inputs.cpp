@@ -147,7 +147,7 @@ Inputs::Inputs(const PoolingArguments& args) {
   check(w_v, "w_v", w_v.dim() == 2 && w_v.size(1) == p.H);
   check(values, "values", values.dim() == 3 && values.size(0) == p.B && values.size(1) == p.Tk);
   p.Tq = w_v.size(0), p.Dv = values.size(2);
-  kind = computing_kind(stored, p.B * p.Tq * p.Tk * p.H, kMaxFp64PooledElements);
+  kind = computing_kind(stored, p.B * p.Tq * p.Tk * p.H, kMaxFp64ForwardTableElements);
   owned_.push_back(packed(w_v));
   p.queries = {owned_.back().const_data_ptr(), 0, p.H};
   std::vector<double> w(p.H);

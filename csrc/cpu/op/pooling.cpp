@@ -33,7 +33,8 @@ struct Layers {
                                   : !b.has_value() && !w_gate.has_value() && !b_gate.has_value(),
                     "gate must come without w; b and w_gate with w, and b_gate with w_gate");
     const auto project = [&](const Tensor& weight, const MaybeTensor& bias, const char* name) {
-      return Projected(keys, weight, bias, w_v.size(-1), "keys", name, kMaxFp64PooledElements);
+      return Projected(keys, weight, bias, w_v.size(-1), "keys", name,
+                       kMaxFp64ForwardTableElements);
     };
     if (w.has_value()) inner.emplace(project(*w, b, "w"));
     if (w_gate.has_value()) of_gate.emplace(project(*w_gate, b_gate, "w_gate"));

@@ -100,11 +100,13 @@ BF_INLINE void activated(const Vec<A>* x, A negative, Vec<A>* out) {
 // The slope at x, where act(x) is y.
 template <class T, class A, Activation act>
 BF_INLINE Vec<A> slope_of(Vec<A> x, Vec<A> y, A negative) {
-  // In fp64 1 - y^2 of a saturated unit would be a rounding error.
-  if constexpr (act == Activation::tanh && sizeof(A) == 8) return tanh_and_slope<A>(x).slope;
+  // In a result of fp64 1 - y^2 of a saturated unit would be a rounding error.
+  if constexpr (act == Activation::tanh && sizeof(T) == 8) return tanh_and_slope<A>(x).slope;
   if constexpr (act == Activation::tanh) return visible<T, A>(1 - y * y);
-  if constexpr (act == Activation::sigmoid && sizeof(A) == 8)
+  if constexpr (act == Activation::sigmoid && sizeof(T) == 8)
     return tanh_and_slope<A>(x * A(0.5)).slope * A(0.25);
+  if constexpr (act == Activation::sigmoid && sizeof(A) == 8)
+    return x > 0 ? visible<T, A>(y * (1 - y)) : y * (1 - y);
   if constexpr (act == Activation::sigmoid) return y * (1 - y);
   if constexpr (act == Activation::relu) return x <= 0 ? Vec<A>{} : splat<A>(A(1));
   return x > 0 ? splat<A>(A(1)) : splat<A>(negative);
