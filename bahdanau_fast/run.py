@@ -25,7 +25,7 @@ from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
 
-__all__ = ["attend", "attend_by_scores", "attend_with", "pool", "project", "scores"]
+__all__ = ["attend", "attend_by_scores", "attend_with", "pool", "scores"]
 
 #: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
 #: link of a recorded call.
@@ -180,11 +180,6 @@ def scores(call: Call, clip: float | None = None, masked: bool = False) -> Tenso
         seen = reference.visible(call.valid_lens, call.mask, keys.shape[1])
         found = found if seen is None else found.masked_fill(~seen, float("-inf"))
     return found if call.shape is None else call.shape.restore(found)
-
-
-def project(call: Call) -> Call:
-    """The same call with projected queries and keys."""
-    return _in_front(backends.decide(call), call)
 
 
 def _in_front(route: Route, call: Call) -> Call:
