@@ -24,8 +24,7 @@ from bahdanau_fast.modules.decoder_loop import (
     decode_inputs,
     explain,
 )
-from bahdanau_fast.modules.location import LocationAttention
-from bahdanau_fast.modules.location_steps import LocationSteps
+from bahdanau_fast.modules.location import LocationAttention, LocationSteps
 
 __all__ = ["AttentionGRU", "AttentionLSTM"]
 
