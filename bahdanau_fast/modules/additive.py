@@ -74,8 +74,6 @@ class AdditiveAttention(FromLayers, Additive):
     [[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]]
     """
 
-    _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
-
     @overload
     def __init__(
         self,
@@ -271,15 +269,14 @@ class AdditiveAttention(FromLayers, Additive):
             TypeError, ValueError: as for calling the module; a memory of another module, or one
                 made before the key layer changed.
         """
-        call = self._on_memory(queries, memory, mask)
+        call, found = self._on_memory(queries, memory, mask), None
         if return_scores or query_mask is not None or scale is not None:
             results = run.attend_with(call, False, query_mask, scale, return_scores)
             context, weights, found = results
-            keep(self, weights, context)
-            return context if found is None else (context, found)
-        context, weights = run.attend(call)
+        else:
+            context, weights = run.attend(call)
         keep(self, weights, context)
-        return context
+        return context if found is None else (context, found)
 
     def scores(
         self, queries: Tensor, memory: Memory, clip: float | None = None, *, masked: bool = False

@@ -113,15 +113,13 @@ class Attention(KeepsWeights):
 
 
 class Additive(Attention):
-    """Base of the additive modules; a subclass names its three layers.
+    """Base of the additive modules; a subclass has three layers.
 
     The layers are ordinary submodules of the subclass (hooks, LoRA and parametrizations work); the
     names of those for queries, keys and scores are class attributes.
     """
 
-    _query_layer: str
-    _key_layer: str
-    _score_layer: str
+    _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
     _terms = TANH  # of modules that were pickled before one could choose
 
     bias: Tensor | None

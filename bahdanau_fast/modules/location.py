@@ -90,7 +90,6 @@ class LocationAttention(Additive):
     (2, 1, 4)
     """
 
-    _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
     _reads_table = False
     normalize = "softmax"  # of modules that were pickled before one could choose
 
