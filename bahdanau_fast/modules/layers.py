@@ -7,7 +7,6 @@ what the layer computes: such a layer is called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,6 @@ __all__ = [
     "check_features",
     "draw_if_lazy",
     "is_unchanged",
-    "keeps_length",
     "parts_of",
     "plain_convolution",
     "plain_dropout",
@@ -95,36 +93,22 @@ def plain_dropout(layer: nn.Module | None) -> float | None:
     return None if layer.inplace else layer.p if layer.training else 0.0
 
 
-def plain_convolution(layer: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
+def plain_convolution(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight (C,inputs,taps) and bias of an unmodified convolution; None for any other layer."""
     # A plain one runs along one row, with an odd number of taps and zeros around, and keeps the
-    # length.
-    if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or not is_unchanged(layer):
+    # length; all its channels see all.
+    if type(layer) not in (nn.Conv1d, nn.Conv2d) or not is_unchanged(layer):
         return None
     weight, (*rows, taps) = layer.weight, layer.kernel_size
-    how = layer.stride, layer.padding, layer.dilation, layer.groups
-    if (
-        type(layer) not in (nn.Conv1d, nn.Conv2d)
-        or not {1}.issuperset(rows)
-        or not keeps_length(layer.kernel_size, *how)
-        or layer.padding_mode != "zeros"
+    ones, halves = (1,) * len(layer.kernel_size), tuple(n // 2 for n in layer.kernel_size)
+    if not (
+        (*rows, taps % 2) == layer.stride == layer.dilation == ones
+        and layer.groups == 1
+        and layer.padding in ("same", halves)
+        and layer.padding_mode == "zeros"
     ):
         return None
     return weight.reshape(*weight.shape[:2], taps), layer.bias
-
-
-def keeps_length(
-    taps: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-) -> bool:
-    """Whether a convolution's output has the length of its input, and all channels see all."""
-
-    def by_dimension(x: Any) -> tuple[int, ...]:
-        sizes = (x,) if isinstance(x, int) else tuple(x)
-        return sizes * len(taps) if len(sizes) == 1 else sizes
-
-    around = padding == "same" or by_dimension(padding) == tuple(n // 2 for n in taps)
-    odd = (n % 2 for n in taps)
-    return around and {1} == {groups, *by_dimension(stride), *by_dimension(dilation), *odd}
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
