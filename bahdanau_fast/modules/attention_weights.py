@@ -14,25 +14,15 @@ from bahdanau_fast.ops.context import Box
 __all__ = ["attention_weights", "keep", "restored", "state_of"]
 
 
-class _Boxed:
-    """Hides weights from ``torch.export``, which handles tensor attributes by itself."""
-
-    def __init__(self, weights: Tensor | None) -> None:
-        self.weights = weights
-
-
-def _stored(module: Any) -> Any:
-    return module.__dict__.get("_weights")
+def _weights(module: Any) -> Any:
+    stored = module.__dict__.get("_weights")
+    if not isinstance(stored, Box):
+        return stored
+    stored.is_read = True
+    return stored.weights
 
 
-def _weights(module: Any) -> Tensor | None:
-    stored = _stored(module)
-    if isinstance(stored, Box):
-        stored.is_read = True
-    return stored.weights if isinstance(stored, (_Boxed, Box)) else stored
-
-
-def _get(module: Any) -> Tensor | None:
+def _get(module: Any) -> Any:
     """(B,Tq,Tk) of the last call, after softmax, before dropout, in the autograd graph."""
     if _is_exporting_strictly():
         raise RuntimeError("attention_weights is not kept by torch.export with strict=True")
@@ -54,11 +44,11 @@ def keep(module: nn.Module, weights: Tensor | None, context: Tensor | None = Non
         return
     stored: Any = weights
     if checks.is_exporting():
-        # Both kinds warn of a tensor that becomes an attribute, then drop it. It can be read
-        # meanwhile, but with strict=True.
+        # Both kinds warn of a tensor that becomes an attribute, then drop it. In a box it can be
+        # read meanwhile, but with strict=True.
         if torch.compiler.is_dynamo_compiling():
             return
-        stored = _Boxed(weights)
+        stored = Box(stored)
     elif checks.in_transform():
         stored = None  # the tensors of a transform may not outlive it in compiled code
     object.__setattr__(module, "_weights", stored)
@@ -78,6 +68,6 @@ def restored(module: nn.Module, context: Tensor, shape: Shape) -> Tensor:
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles take: the graph of the last call can be neither."""
-    stored = _stored(module)
+    stored = module.__dict__.get("_weights")
     stored = stored.weights if isinstance(stored, Box) else stored
     return {**vars(module), "_weights": stored.detach() if isinstance(stored, Tensor) else stored}
