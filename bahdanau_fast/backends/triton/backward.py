@@ -60,8 +60,8 @@ def attention_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
 @PlanCache
 def attend_scores_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     """The operator ``attend_scores_backward``."""
-    grad_scores, needs, queries, keys, w_v, features, w_f, activation, slope, _ = args
-    call = KernelCall.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    grad_scores, needs, *inputs = args
+    call = KernelCall.of_scores(steps, *inputs)
     sizes = call.batch, call.queries_len, call.keys_len
     call.check("grad_scores", grad_scores, sizes, torch.float32)
     grads = _Gradients(call, needs & ~NEED["values"])
@@ -70,6 +70,7 @@ def attend_scores_backward(steps: Steps, *args: Any) -> tuple[Tensor, ...]:
     elif grads.through_scores:
         call.args["weights"] = None
         (_through_keys if call.is_step else _grad_tanh)(call, grads, grad_scores)
+    queries, keys, w_v, features, w_f, *_ = inputs
     results = grads.results(queries, keys, keys, w_v, None, None, None, features, w_f)
     return *results[:2], results[3], *results[7:]
 

@@ -104,14 +104,12 @@ class KernelCall:
             self.args |= {"seed": seed, "threshold": threshold, "scale_bits": bits}
 
     @classmethod
-    def of_scores(
-        cls, steps: Steps, queries: Tensor, keys: Tensor, w_v: Tensor, features: Tensor | None,
-        w_f: Tensor | None, *activation: Any,
-    ) -> KernelCall:  # fmt: skip
-        """Where the scores are all that is computed."""
+    def of_scores(cls, steps: Steps, *args: Any) -> KernelCall:
+        """Where the scores are all that is computed, from the arguments of ``attend_scores``."""
+        queries, keys, w_v, features, w_f, activation, slope, _ = args
         absent = (None,) * 5
         inputs = queries, keys, keys, w_v, *absent[:3], features, w_f, *absent
-        return cls(steps, *inputs, 0.0, *activation)
+        return cls(steps, *inputs, 0.0, activation, slope)
 
     def launch(self, kernel: Any, *grid: int, **more: Any) -> None:
         """Launch a kernel with these arguments and those that it shares with others."""

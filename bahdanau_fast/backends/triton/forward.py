@@ -79,8 +79,7 @@ def _new_context(call: KernelCall) -> Tensor:
 @PlanCache
 def attend_scores(steps: Steps, *args: Any) -> Tensor:
     """The operator ``attend_scores``."""
-    queries, keys, w_v, features, w_f, activation, slope, _ = args
-    call = KernelCall.of_scores(steps, queries, keys, w_v, features, w_f, activation, slope)
+    call = KernelCall.of_scores(steps, *args)
     if 0 in (call.batch, call.queries_len, call.keys_len):
         return steps.new(call.batch, call.queries_len, call.keys_len)
     # Splits that cancel would leave their roundings.
