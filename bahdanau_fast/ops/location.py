@@ -68,27 +68,22 @@ def _gradients(
 ) -> list[Tensor | None]:
     weights, features = results
     needed = {name: needs >> index & 1 for index, name in enumerate(_INPUTS)}
-    needs_features = needed["location"] or needed["w_conv"] or needed["b_conv"]
+    needed["features"] = needed["location"] or needed["w_conv"] or needed["b_conv"]
     needs = sum(NEED[name] for name in INPUTS if needed.get(name))
-    if needs_features:
-        needs |= NEED["features"]
     of_attention = {name: getattr(arguments, name) for name in _OF_ATTENTION}
     inputs = attention.arguments(features=features, **of_attention)
-    input_grads = attention_gradients(inputs, (weights,), needs, grads, backend, shared)
-    grad, grad_b_conv = input_grads.features, None
-    convolution_grads: Sequence[Tensor | None] = (None, None)
-    if grad is not None and needs_features:
+    by_name = attention_gradients(inputs, (weights,), needs, grads, backend, shared)._asdict()
+    if needed["features"]:
+        grad = by_name["features"]
         if len(grads) > 2 and grads[2] is not None:
             grad = grad + grads[2]
         if needed["location"] or needed["w_conv"]:
             convolution_needs = needed["location"] + 2 * needed["w_conv"]
-            convolution_grads = convolution_backward.overload(
+            by_name["location"], by_name["w_conv"] = convolution_backward.overload(
                 grad, arguments.location, arguments.w_conv, convolution_needs
             )
-        grad_b_conv = grad.sum((0, 1)) if needed["b_conv"] else None
-    by_name = dict(zip(("location", "w_conv"), convolution_grads, strict=True))
-    by_name |= {"b_conv": grad_b_conv, **input_grads._asdict()}
-    return [by_name[name] for name in _INPUTS]
+        by_name["b_conv"] = grad.sum((0, 1)) if needed["b_conv"] else None
+    return [by_name.get(name) for name in _INPUTS]
 
 
 _INPUTS = ("queries", "keys", "values", "w_v", "location", "w_conv", "b_conv", "w_f")
