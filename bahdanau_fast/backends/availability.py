@@ -64,10 +64,7 @@ def _load(extension: str, kind: str, needs: str) -> str | None:
 
 @functools.cache
 def cuda_problem() -> str | None:
-    """Import the CUDA C++ extension, which registers its kernels; None or what went wrong.
-
-    Only where torch has CUDA and sees a GPU: elsewhere it could not run.
-    """
+    """Import the CUDA C++ extension, which registers its kernels; None or what went wrong."""
     if switches.is_off("cuda"):
         return switches.why_off("cuda")
     if torch.version.cuda is None:
@@ -185,10 +182,7 @@ def _no_gpu_for_triton() -> str | None:
 
 @functools.cache
 def triton_problem() -> str | None:
-    """Import the Triton kernels and register them for CUDA tensors; None or what went wrong.
-
-    Asked when it matters, not when the package is imported: Triton takes a while to load.
-    """
+    """Import the Triton kernels and register them for CUDA tensors; None or what went wrong."""
     problem = switches.why_off("triton") or (None if interpreted() else _no_gpu_for_triton())
     if problem is not None:
         return problem

@@ -172,10 +172,7 @@ class KeyCache:
         backend: str,
         by_version: bool,
     ) -> Source | None:
-        """What a projection depends on; None if it is not to be cached.
-
-        ``by_version``: nothing is derived from the bytes of the keys, so none are compared.
-        """
+        """What a projection depends on; None if it is not to be cached."""
         if not _can_be_shared(keys, keys if weight is None else weight, bias, by_version):
             return None
         # A fingerprint, which reads the keys once, is taken of keys that are likely to return: the

@@ -61,12 +61,7 @@ class Link:
 
 
 class Box:
-    """The weights of a call; a module that keeps them keeps the box.
-
-    Attributes:
-        weights: as the caller sees them.
-        is_read: whether the caller has them, who may ask for their gradient.
-    """
+    """The weights of a call as its caller sees them, and whether it has read them."""
 
     __slots__ = ("is_read", "weights")
 

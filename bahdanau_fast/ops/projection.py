@@ -1,14 +1,8 @@
-"""``x @ weight.T`` by the fastest of the matrix products that torch ships for the CPU.
+"""``x @ weight.T`` by the fastest matrix product for a processor, as :mod:`limits` says it.
 
-PyTorch multiplies fp32 matrices with MKL, which takes its AVX2 path on processors that are not
-Intel's. oneDNN, the other library inside torch, goes by what the processor can do, and is the
-faster one on AMD's Zen 5. ``Limits.onednn_work`` says where.
-
-Of 16 rows and a large weight MKL makes two to three times the time of 15, on Intel's processors; of
-their transpose, ``weight @ x.T``, it does not. ``Limits.turned_side`` says where that pays.
-
-Of few rows and a large weight this package's product is the fastest on AMD's processors before
-Zen 5. ``Limits.few_rows`` says of how many.
+PyTorch multiplies fp32 matrices with MKL; the other library inside torch is oneDNN. Of 16 rows and
+a large weight MKL makes two to three times the time of 15, on Intel's processors; of their
+transpose, ``weight @ x.T``, it does not. For few rows this package has a product of its own.
 """
 
 from __future__ import annotations

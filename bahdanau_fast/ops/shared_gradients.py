@@ -34,23 +34,17 @@ __all__ = ["SharedNode", "share"]
 
 
 class Left:
-    """What the calls of one backward pass leave.
-
-    Attributes:
-        steps: the calls whose share of the sums is still to be computed.
-        keys: (B,Tk,H), the gradient of the keys from the first call that computes it, to which
-            other calls add theirs; None before, and where it is not needed.
-        weights: (B,Tq,Tk), of the calls that compute the gradient of the keys.
-        contexts: (B,Tq,Dv), the gradients of the contexts of these calls.
-    """
+    """What the calls of one backward pass leave."""
 
     __slots__ = ("contexts", "keys", "steps", "weights")
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[Step] = []  # calls whose share of the sums is still to be computed
+        # (B,Tk,H), the gradient of the keys from the first call that computes it, to which other
+        # calls add theirs; None before, and where it is not needed.
         self.keys: Tensor | None = None
-        self.weights: list[Tensor] = []
-        self.contexts: list[Tensor] = []
+        self.weights: list[Tensor] = []  # (B,Tq,Tk), of these calls
+        self.contexts: list[Tensor] = []  # (B,Tq,Dv), the gradients of theirs
 
     def values(self) -> Tensor | None:
         """(B,Tk,Dv), the gradient of the values from weights and contexts; None without."""
