@@ -59,12 +59,7 @@ def _scores_of(named: Named) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    arguments: Any,
-    results: Sequence[Any],
-    needs: int,
-    grads: Sequence[Tensor | None],
-    backend: str | None,
-    shared: Any,
+    arguments: Any, results: Sequence[Any], needs: int, grads: Sequence[Tensor | None], *rest: Any
 ) -> list[Tensor | None]:
     weights, features = results
     needed = {name: needs >> index & 1 for index, name in enumerate(_INPUTS)}
@@ -72,7 +67,7 @@ def _gradients(
     needs = sum(NEED[name] for name in INPUTS if needed.get(name))
     of_attention = {name: getattr(arguments, name) for name in _OF_ATTENTION}
     inputs = attention.arguments(features=features, **of_attention)
-    by_name = attention_gradients(inputs, (weights,), needs, grads, backend, shared)._asdict()
+    by_name = attention_gradients(inputs, (weights,), needs, grads, *rest)._asdict()
     if needed["features"]:
         grad = by_name["features"]
         if len(grads) > 2 and grads[2] is not None:

@@ -71,11 +71,7 @@ def _needing(name: str, named: Named) -> tuple[str, ...]:
 
 
 def _gradients(
-    arguments: Any,
-    results: Sequence[Tensor],
-    needs: int,
-    grads: Sequence[Tensor | None],
-    *_: Any,
+    arguments: Any, results: Sequence[Tensor], needs: int, grads: Sequence[Tensor | None], *_: Any
 ) -> Any:
     *inputs, _narrow = arguments
     weights, *sums = results
