@@ -40,22 +40,19 @@ def within(window: tuple[int, int], previous: Tensor, mask: Tensor | None) -> Te
 
 def normalized(how: str, scores: Tensor, previous: Tensor | None, call: Call) -> Tensor:
     """Weights (B,Tq,Tk) of scores, in their dtype; ``previous`` are those of the last step."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return _normalized(how, wide, previous, call).to(scores.dtype)
-
-
-def _normalized(how: str, scores: Tensor, previous: Tensor | None, call: Call) -> Tensor:
+    dtype, scores = scores.dtype, scores.to(torch.promote_types(scores.dtype, torch.float32))
     if how == "sigmoid":
-        return masked_softmax(F.logsigmoid(scores), call.valid_lens, call.mask)
+        return masked_softmax(F.logsigmoid(scores), call.valid_lens, call.mask).to(dtype)
     assert previous is not None
     if how == "forward":
         softmax = masked_softmax(scores, call.valid_lens, call.mask)
         moved = (previous + _shifted(previous)) * softmax
-        return moved / moved.sum(2, keepdim=True).clamp(min=torch.finfo(moved.dtype).tiny)
+        moved = moved / moved.sum(2, keepdim=True).clamp(min=torch.finfo(moved.dtype).tiny)
+        return moved.to(dtype)
     stays = torch.sigmoid(scores)
     moved = previous * stays + _shifted(previous * (1.0 - stays))
     seen = visible(call.valid_lens, call.mask, scores.shape[2])
-    return moved if seen is None else moved.masked_fill(~seen, 0.0)
+    return (moved if seen is None else moved.masked_fill(~seen, 0.0)).to(dtype)
 
 
 def _shifted(weights: Tensor) -> Tensor:
