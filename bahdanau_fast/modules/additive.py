@@ -118,9 +118,8 @@ class AdditiveAttention(FromLayers, Additive):
             self.W_k = nn.Linear(key_size, num_hiddens, **factory)
             self.W_q = nn.Linear(query_size, num_hiddens, **factory)
             self.w_v = nn.Linear(num_hiddens, 1, **factory)
-        self.bias = (
-            nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
-        )
+        zeros = torch.zeros(num_hiddens, device=device, dtype=dtype)
+        self.bias = nn.Parameter(zeros) if bias else None
 
     def _remember(self, cache_keys: bool) -> None:
         if cache_keys not in (True, False):

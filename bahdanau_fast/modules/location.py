@@ -133,9 +133,8 @@ class LocationAttention(Additive):
             padding = kernel_size // 2
             self.conv = nn.Conv1d(inputs, channels, kernel_size, padding=padding, **factory)
         self.W_f = nn.Linear(channels or inputs, num_hiddens, **factory)
-        self.bias = (
-            nn.Parameter(torch.zeros(num_hiddens, device=device, dtype=dtype)) if bias else None
-        )
+        zeros = torch.zeros(num_hiddens, device=device, dtype=dtype)
+        self.bias = nn.Parameter(zeros) if bias else None
 
     def attend(
         self,
