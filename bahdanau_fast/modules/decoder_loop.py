@@ -123,11 +123,8 @@ def decode_inputs(
     attention: Any, rnn: RNN, inputs: Tensor, hidden: Any, memory: Memory, step: Step | None = None
 ) -> DecoderOutputs:
     """All steps of inputs (T,B,E), by ``step``; without one by an operator, else by attend_step."""
-    # The operator needs unmodified layers (no hooks, no replaced or patched layers) and nothing
-    # that traces or transforms the call, which compiled code runs between its graphs. It computes
-    # on the CPU in fp32 and fp64, and on a GPU in the dtypes of its kernels, in one launch or in a
-    # loop of them. Results are the same, except for the order of sums and of random numbers. Under
-    # autocast it computes in autocast's dtype, on the CPU in fp32.
+    # ``route_decoder`` says where an operator takes them. Results are the same, but for the order
+    # of sums and of random numbers. Compiled code runs it between its graphs.
     run = _decode_outside_graphs if _breaks_graphs() else _decode_inputs
     return run(attention, rnn, inputs, hidden, memory, step)
 

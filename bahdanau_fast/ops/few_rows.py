@@ -48,10 +48,7 @@ def is_there() -> bool:
 def gradients(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, weight and bias; x is None where the weight's is not wanted, and the other way round.
-
-    Not differentiable again.
-    """
+    """Of x unless weight is None, weight unless x is, and bias; not differentiable again."""
     grad_x, grad_weight, grad_bias = _project_backward.now(grad, x, weight, of_bias)
     return (
         None if weight is None else grad_x,
