@@ -307,7 +307,7 @@ def _called(
 ) -> Results:
     """By the dispatcher in traced code, with a node in recorded code; else the kernel itself."""
     queries, _, values, *_ = inputs
-    seed = dropout_seed(dropout_p, queries) if dropout_p > 0.0 else None
+    seed = dropout_seed(queries) if dropout_p > 0.0 else None
     if route.traced:  # what traces the call has to meet the operator itself
         context, weights, *_ = operator.overload(*inputs, *others, seed, dropout_p, *numbers)
         return context, weights, None

@@ -280,7 +280,7 @@ def _decode_by_operator(
         shape = (rnn.num_layers - 1, *inputs.shape[:2], rnn.hidden_size)
         masks = nn.functional.dropout(inputs.new_ones(shape, dtype=dtype), rnn.dropout)
     dropout_p = plain_dropout(attention.dropout) or 0.0
-    seed = dropout_seed(dropout_p, inputs)
+    seed = dropout_seed(inputs) if dropout_p > 0.0 else None
     constants = constants._replace(masks=masks, seed=seed, dropout_p=dropout_p)
     decoded = decode.decode(tensors, constants, _dtypes(rnn, inputs, dtype), route.loop_backend)
     keep(attention, decoded.weights[-1].unsqueeze(1))

@@ -12,14 +12,12 @@ from bahdanau_fast import checks
 __all__ = ["dropout_factors", "dropout_seed"]
 
 
-def dropout_seed(dropout_p: float, queries: Tensor) -> Tensor | None:
+def dropout_seed(queries: Tensor) -> Tensor:
     """A seed for the dropout mask from torch's generator, so that manual_seed governs it.
 
     For a DTensor, one per rank: every rank counts its batch rows from zero, and with one seed
-    they would drop the same weights. (1,) int64; None without dropout.
+    they would drop the same weights. (1,) int64.
     """
-    if dropout_p <= 0.0:
-        return None
     seed = torch.randint(2**62, (1,), device=queries.device)
     if not checks.is_sharded(queries):
         return seed
