@@ -3,8 +3,6 @@
 The tensors are drawn once and given to every provider and to the oracle.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

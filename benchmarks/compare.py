@@ -12,8 +12,6 @@ Two versions differ if the whole interval lies beyond ``FLOOR``. Smaller differe
 unrelated changes (alignment, order of allocations).
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -5,8 +5,6 @@ backward, clipping and Adam, encoder and output layer included; greedy decoding 
 likely token back. :class:`Judge` compares loss, gradients and tokens with the own module's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

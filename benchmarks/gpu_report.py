@@ -6,8 +6,6 @@ The stages come in the order of what is learnt from them. No GPU is touched here
 hangs hangs a process that is killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import math

@@ -3,8 +3,6 @@
 torch is imported only when asked for: it may be missing, and a driver may hang.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

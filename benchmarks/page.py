@@ -4,8 +4,6 @@
 hand.
 """
 
-from __future__ import annotations
-
 import re
 from html import escape
 from pathlib import Path

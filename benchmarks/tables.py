@@ -1,7 +1,5 @@
 """Figures of ``python -m benchmarks``, read and as text, for the terminal and the pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -14,8 +14,6 @@ Every call returns context and weights; a loop the sum of its contexts and the l
 and shapes are in ``cases``; ``parity`` verifies a call, ``measure`` times it.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from dataclasses import dataclass

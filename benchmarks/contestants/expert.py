@@ -4,8 +4,6 @@ Products with the values and sums of parts are the library's. Forward, a tile of
 registers and a loop goes over the queries; backward likewise, with the sums over keys tile by tile.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

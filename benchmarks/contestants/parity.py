@@ -10,8 +10,6 @@ other rows, so that the weight gradients are sums over the checked rows alone. T
 the one that is timed afterwards.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

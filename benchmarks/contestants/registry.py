@@ -1,7 +1,5 @@
 """The registry: who computes what."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

@@ -3,8 +3,6 @@
 Processes are forked from one that has imported torch, which takes long, and has not touched a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

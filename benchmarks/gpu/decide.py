@@ -9,8 +9,6 @@ size, with calls within it and beyond it, whatever their size. Names are those o
 sweep of a constant goes once it is measured.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ Experiments come the most telling first: what hangs or is wrong, what a user fee
 constant. ``python -m benchmarks.gpu.decide FILE`` reads what they wrote.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

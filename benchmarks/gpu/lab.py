@@ -4,8 +4,6 @@ Constants of CUDA C++ are variables of the build of ``make gpu-bundle`` (LAB_CON
 Triton are set in kernels/plans.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

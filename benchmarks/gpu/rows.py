@@ -8,8 +8,6 @@ of ours; of the host alone, until the call returns. ``roof`` is the share of a c
 ``worst`` the error's share of what the parity rule allows. :func:`block` makes tables of them.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -3,8 +3,6 @@
 Rows come the most telling first; those of ``user`` are in user.py.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import defaultdict

@@ -6,8 +6,6 @@ that is ``graphed`` is in ``make_graphed_callables``; what is ``compiled`` is so
 ``torch.compile``, of ``fuse`` with its backend.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

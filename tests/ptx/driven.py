@@ -2,8 +2,6 @@
 mock_cuda; and where a mistake can be planted in it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Runs the Triton kernels in the PTX machine: compiled for a GPU that is not here, launched by
 bahdanau_fast.backends.triton on CPU tensors."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """What compilers made of the GPU kernels: their resources, their instructions."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -8,8 +8,6 @@ For context, weights and every gradient::
 type (torch fp64; long double for fp64), ``eager`` the reference in the tested dtype.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -5,8 +5,6 @@ the modules that its attention file imports are run, not the ``__init__`` files;
 import and is not installed is replaced by a stub.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import importlib.abc

@@ -4,8 +4,6 @@
 call them; machine code, as ``CudaPtx`` and ``TritonPtx`` of tests/ptx run it, as operators are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
