@@ -12,8 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-__all__ = ["Attention"]
-
 MASKED = tl.constexpr(-1e6)
 QUERIES, KEYS = 32, 8  # of a tile, forward
 KEYS_BACKWARD, UNITS_BACKWARD = 16, 128

@@ -17,8 +17,6 @@ from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.ops.attention import INPUTS
 from ptx_machine import Buffer, Machine, Module, PtxError, built, changed
 
-__all__ = ["SOURCES", "CudaPtx", "PtxCalls", "needs_nvcc", "nvcc", "planted", "ptx"]
-
 #: The names of the kernels that serve a dtype.
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"

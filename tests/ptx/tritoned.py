@@ -22,8 +22,6 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.ops.operator import operators
 from ptx_machine import Buffer
 
-__all__ = ["TritonPtx"]
-
 # What torch.empty leaves: a NaN that nobody computes. Words that hold it count as unwritten.
 UNWRITTEN = 0x7FA5C3A5
 _PACKED = {"i32": "i", "i64": "q", "fp32": "f"}

@@ -24,8 +24,6 @@ from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.ops import decode_arguments
 from bahdanau_fast.ops.operator import apart, operators
 
-__all__ = ["GPU", "captured", "capturing"]
-
 GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
 if GPU.type == "cuda":
     backends.available()  # loads them, CUDA C++ first

@@ -18,8 +18,6 @@ import torch
 from bahdanau_fast import check, cli
 from bahdanau_fast.check import families, problems
 
-__all__ = ["MISTAKES", "checking", "finds"]
-
 SILENCE = 2.0  # where something hangs
 WITHOUT_STREAMS = {
     "two streams": lambda of, run: [(i, run(of[i])) for i in (0, 1)],

@@ -11,8 +11,6 @@ from mock_cuda import kernel_of, launches, mock
 from bahdanau_fast import switches
 from bahdanau_fast.ops.operator import operators
 
-__all__ = ["NAMES", "family_of", "launched", "on_cpu", "served"]
-
 #: The families of CUDA C++.
 NAMES = "cuda", "clusters", "one-launch"
 # Operators of all steps of a decoder, which the CPU has in fp32, and their results in fp32.

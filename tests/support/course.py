@@ -6,8 +6,6 @@ from torch import nn
 from benchmarks import contestants as baselines
 from benchmarks.contestants import course_softmax
 
-__all__ = ["CourseAttention", "CourseMLPAttention", "course_softmax", "inputs"]
-
 
 class CourseAttention(baselines.CourseAttention):
     """The course's module; its softmax writes into a copy of the scores.

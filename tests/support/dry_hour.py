@@ -10,8 +10,6 @@ from benchmarks import gpu, measure
 from benchmarks.decoders import Setting
 from benchmarks.gpu import hour, lab, user
 
-__all__ = ["TINY", "Dry", "machine", "user_rows"]
-
 TINY = {
     "decoder": Setting(3, 5, 4, 4, 8, 1, 20),
     "chapter": Setting(2, 4, 3, 4, 8, 2, 20),

@@ -24,8 +24,6 @@ from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.triton import TRITON, launch, register  # noqa: F401  loads the kernels
 from bahdanau_fast.ops.operator import operators
 
-__all__ = ["routed"]
-
 
 class _Device(str):
     """To Python the device of a GPU; to torch, which asks for a device or its name, the CPU."""

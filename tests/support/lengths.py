@@ -8,8 +8,6 @@ from profiled import Operations
 
 import bahdanau_fast as bf
 
-__all__ = ["check_changes", "operators_for"]
-
 LENGTHS = {"row": [2, 0], "query": [[1, 5, 0] * 6, [3, 2, 0] * 6]}
 MADE = "empty", "new_empty"  # memory, without a launch
 CHANGES = {

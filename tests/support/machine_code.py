@@ -10,8 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["KINDS", "blocks", "hot", "kernels", "run_tool", "sass"]
-
 ROOT = Path(__file__).resolve().parents[2]
 OBJECTS = ROOT / "build" / f"objects-{sysconfig.get_platform()}" / "cuda"
 KINDS = "f32", "bf16", "f16"

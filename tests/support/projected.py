@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from parity import Case
 
-__all__ = ["PROJECTIONS", "case_of"]
-
 
 def normal(size):
     return lambda draw: (size * draw("queries"), size * draw("keys"))

@@ -20,11 +20,6 @@ from parity import OUTPUTS, Case, keep_the_rule, measure
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.checks import ACTIVATIONS
 
-__all__ = [
-    "CPU", "DTYPES", "FEW", "GPU", "INTERPRETER", "REFERENCE", "ROWS", "STEPS", "TABLE",
-    "Kernels", "Step", "Target", "every", "on", "without_gradients",
-]  # fmt: skip
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TABLE = CONTRACT | MASKED
 
