@@ -1,20 +1,45 @@
-"""A GPU's host without the GPU: a call takes the route of a GPU, and goes straight to it."""
+"""A GPU's host without the GPU: a call takes the route of a GPU, and goes straight to it.
+
+The way of a call through this package is counted: what the host of a GPU does in Python.
+"""
 
 import gc
+import platform
+import shutil
 import sys
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-import walked
 from host_only import routed
 from mock_cuda import kernel_of, launches, mock
 from triton.backends.nvidia.driver import CudaLauncher
 
 import bahdanau_fast as bf
+from bahdanau_fast import kernels
 from benchmarks.cases import Case, Shape, draw
 from benchmarks.contestants import CourseAttention
 
-pytestmark = pytest.mark.skipif(walked.why_not() is not None, reason=str(walked.why_not()))
+FOLDERS = tuple(str(Path(of.__file__).parent) for of in (bf, kernels))  # one, where installed
+TRITON = (3, 9)  # whose driver has all of its C in a file
+
+
+def why_not():
+    """What keeps calls from the route of a GPU, or None."""
+    if torch.cuda.is_available():
+        return "there is a GPU, whose calls `make gpu-report` times"
+    with suppress(PackageNotFoundError):
+        triton = tuple(map(int, version("triton").split(".")[:2]))
+        if triton >= TRITON and platform.machine() == "x86_64" and shutil.which("g++"):
+            return None
+    return f"it takes g++ for x86-64, and Triton {'.'.join(map(str, TRITON))} or newer"
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 HOST = Shape("host", 4, 1, 10, 64, lens="drawn")
 STEP, CALL, BOTH = (
     Case("host", HOST, task, mode)
@@ -22,15 +47,61 @@ STEP, CALL, BOTH = (
 )
 
 
+class Walk(NamedTuple):
+    """The way of a call through this package."""
+
+    calls: int  # of its Python functions
+    stays: int  # in a file, one after the other
+    rooms: int  # files
+    returns: int  # stays in a file that was left before
+
+
+def walk(call, folders=FOLDERS):
+    """The way of a call, the third after two that warm it up."""
+    files = [""]  # of the functions that run; what is not ours is where its caller is
+    stays = []
+    calls = 0
+
+    def profile(frame, event, _):
+        nonlocal calls
+        if event == "call":
+            file = frame.f_code.co_filename
+            own = file.startswith(folders)
+            calls += own
+            files.append(file if own else files[-1])
+        elif event == "return" and len(files) > 1:
+            files.pop()
+        if files[-1] and stays[-1:] != files[-1:]:
+            stays.append(files[-1])
+
+    for _ in range(2):
+        call()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    rooms = len(set(stays))
+    return Walk(calls, len(stays), rooms, len(stays) - rooms)
+
+
 def call_of(case, backend):
-    """A call of our module; to be made on the route."""
+    """A call of our module, with its backward in training, or a step; to be made on the route."""
     module = bf.AdditiveAttention(*[case.shape.hidden] * 3)
     with routed(backend), torch.set_grad_enabled(case.mode != "forward"):
-        return walked.call_of(module, case)
+        inputs = draw(case.shape)
+        given = inputs.queries, inputs.keys, inputs.values, inputs.valid_lens
+        if case.task == "step":
+            return partial(module.attend, given[0], module.memory(*given[1:]))
+        forward = partial(module, *given)
+        if case.mode == "forward":
+            return forward
+        inputs.require_grad(True)
+        leaves = inputs.leaves("full")[:-3] + tuple(module.parameters())
+        return lambda: torch.autograd.grad(forward(), leaves, inputs.grad_context)
 
 
-def test_a_walk_is_counted_by_file(monkeypatch):
-    monkeypatch.setattr(walked, "FOLDERS", ("/ours/",))
+def test_a_walk_is_counted_by_file():
     there = {"apply": lambda function: function()}
     texts = {
         "/ours/low.py": "def low(): return [apply(int)]",
@@ -40,8 +111,8 @@ def test_a_walk_is_counted_by_file(monkeypatch):
     for file, text in texts.items():
         exec(compile(text, file, "exec"), there)
     calls = []
-    there["between"](lambda: calls.append(walked.walk(there["high"])))
-    assert calls == [walked.Walk(calls=3, stays=5, rooms=2, returns=3)]
+    there["between"](lambda: calls.append(walk(there["high"], ("/ours/",))))
+    assert calls == [Walk(calls=3, stays=5, rooms=2, returns=3)]
 
 
 @pytest.mark.parametrize("case", [STEP, CALL], ids=["attend", "module"])
@@ -112,7 +183,7 @@ def test_a_call_goes_straight_to_its_launches(what, shape):
     for backend in ("cuda", "triton"):
         call = call_of(case, backend)
         with routed(backend), torch.set_grad_enabled(mode == "train"):
-            walks[backend] = walked.walk(call)
+            walks[backend] = walk(call)
     assert walks["cuda"].calls <= MOST_CALLS[what], walks
     assert walks["triton"].calls <= MOST_CALLS[what] + MORE_IN_TRITON, walks
     assert what == "backward" or walks["cuda"].returns <= MOST_RETURNS, walks
