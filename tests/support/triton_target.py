@@ -22,25 +22,14 @@ from ptx_machine import built
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
-    "sm_75": GPUTarget("cuda", 75, 32),
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx90a": GPUTarget("hip", "gfx90a", 64),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (75, 80, 86, 90, 100)},
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx90a", "gfx942", "gfx950")},
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
-#: Bytes of shared memory that a block may have there, by NVIDIA's and AMD's tables of their GPUs.
-SHARED = {
-    "sm_75": 64 << 10,
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-}
-SHARED |= dict.fromkeys(("gfx90a", "gfx942", "gfx1100"), 64 << 10) | {"gfx950": 160 << 10}
+#: KiB of shared memory that a block may have there, by NVIDIA's and AMD's tables of their GPUs.
+KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227}
+KIB |= {"gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64}
+SHARED = {name: size << 10 for name, size in KIB.items()}
 
 
 @functools.cache
