@@ -85,49 +85,29 @@ FMA = ("FFMA", "FADD", "FMUL", "DFMA", "DADD", "DMUL")
 ENDS = ("BRA", "EXIT", "BSYNC", "BRX", "RET")
 
 
-class Block(NamedTuple):
+class Block(Counter):
     """Instructions between two jumps, counted by opcode."""
-
-    counts: Counter[str]
 
     def of(self, *opcodes: str) -> int:
         """Number of instructions with one of these opcodes, any suffix."""
-        return sum(n for name, n in self.counts.items() if name.split(".")[0] in opcodes)
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    @property
-    def special(self) -> int:
-        """Special-function operations: reciprocals, exponentials, square roots."""
-        return self.of("MUFU")
-
-    @property
-    def fma(self) -> int:
-        return self.of(*FMA)
+        return sum(n for name, n in self.items() if name.split(".")[0] in opcodes)
 
 
 def blocks(listing: str) -> list[Block]:
     """The basic blocks of nvdisasm's or cuobjdump's listing."""
-    found: list[Block] = []
-    counts: Counter[str] = Counter()
+    found = [Block()]
     for line in listing.splitlines():
         if re.match(r"^\s*\.L_\w+:", line):
-            found.append(Block(counts))
-            counts = Counter()
+            found.append(Block())
         match = _INSTRUCTION.search(line)
         if match:
-            counts[match[1]] += 1
+            found[-1][match[1]] += 1
             if match[1].split(".")[0] in ENDS:
-                found.append(Block(counts))
-                counts = Counter()
-    found.append(Block(counts))
-    return [block for block in found if block.counts]
+                found.append(Block())
+    return [block for block in found if block]
 
 
 def hot(listing: str, exponentials: bool) -> Block | None:
     """The block with most reciprocals, of those with exponentials or of those without."""
-    found = ((block.counts["MUFU.RCP"], block) for block in blocks(listing))
-    wanted = [x for x in found if x[0] and bool(x[1].counts["MUFU.EX2"]) == exponentials]
-    return max(wanted, key=lambda x: x[0], default=(0, None))[1]
+    wanted = (x for x in blocks(listing) if x["MUFU.RCP"] and bool(x["MUFU.EX2"]) == exponentials)
+    return max(wanted, key=lambda x: x["MUFU.RCP"], default=None)
