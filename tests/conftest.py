@@ -34,6 +34,14 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def nothing_compiled():
+    """No code that other tests have compiled; theirs and this test's are forgotten."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 LONGEST = (
     "test_ways.py",
     "test_triton.py",

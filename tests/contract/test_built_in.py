@@ -94,13 +94,10 @@ MODULES = {
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def several_chunks(monkeypatch, nothing_compiled):
     """Poolings in chunks have several, and nothing is compiled yet."""
     for name, size in {"PLAIN": 0, "CHUNK": 16 * H, "REMEMBERED": 0}.items():
         monkeypatch.setattr(pool_in_chunks, name, size)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Row:

@@ -193,13 +193,6 @@ def test_features_of_any_batch():
 # ---- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 # The code of these is that of another. The graph of a state is the larger one, and calls with
 # queries are compiled in test_built_in.py.
 ALIKE, deep, thorough = ("mlp", "coverage"), pytest.mark.deep, pytest.mark.thorough
@@ -211,7 +204,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(("kind", "state"), COMPILED)
 def test_compiled(kind, state):
     module, given = made(kind, "a mask per query", state, batch=(2, 3))
@@ -224,7 +217,7 @@ def test_compiled(kind, state):
     close(got, want)
 
 
-@pytest.mark.usefixtures("fresh")
+@pytest.mark.usefixtures("nothing_compiled")
 def test_compiled_once_for_many_sizes():
     module = made("location", "all keys")[0]
     compiled = torch.compile(attended, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -10,6 +10,7 @@ import bahdanau_fast as bf
 from bahdanau_fast._C_cpu import most_table_elements_in_fp64
 from bahdanau_fast.ops.attention import INPUTS, NEED
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 FP64_CPU_ELEMENTS = most_table_elements_in_fp64(True)
 ops = torch.ops.bahdanau_fast
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -304,13 +305,6 @@ def test_gradcheck_through_dropout():
 
 
 # ---- compilation ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def compiled_equals_eager(function, inputs, grads, backend):

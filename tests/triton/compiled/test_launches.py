@@ -13,6 +13,7 @@ from tritoned import TritonPtx
 
 import bahdanau_fast as bf
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 # (B,Tq,Tk): few queries, which are a step where their number does not change, and many.
 SIZES = {1: [(4, 1, 50), (3, 1, 700), (2, 1, 5), (200, 1, 129)]}
 SIZES[20] = [(4, 20, 50), (5, 17, 33), (3, 70, 129), (2, 5, 400), (150, 19, 31)]
@@ -23,13 +24,6 @@ KERNELS = {
     20: {*MANY, "tables", "grad_tanh"},
     128: {*MANY, "grad_fourier"},
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def drawn(batch, queries, keys, dtype=torch.bfloat16):

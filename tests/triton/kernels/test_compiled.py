@@ -13,16 +13,10 @@ from bahdanau_fast.backends.triton import TRITON
 from bahdanau_fast.backends.triton import backward as triton_backward
 from bahdanau_fast.backends.triton import forward as triton_forward
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 ops = torch.ops.bahdanau_fast
 BACKENDS = [name for name in bf.backends.available() if DEVICE == "cuda" or name != "cuda"]
 BACKENDS = [name for name in BACKENDS if DEVICE == "cpu" or name != "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def draw(*shape):
