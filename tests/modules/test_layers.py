@@ -13,8 +13,7 @@ from profiled import counts
 from torch import nn
 from torch.nn.modules import module as torch_module
 from ways.modes import play
-from ways.sides import DK, DQ, DV, REMEMBERED, SMALL, Pair
-from ways.way import Way
+from ways.sides import DK, DQ, DV, REMEMBERED, SMALL, Pair, Way
 
 import bahdanau_fast as bf
 from bahdanau_fast.modules import layers

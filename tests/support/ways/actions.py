@@ -9,9 +9,8 @@ import torch
 from torch.autograd.functional import hessian, jacobian
 
 from ways.layers import OF_A_LAYER
-from ways.sides import WATCHED
+from ways.sides import AFTER, WATCHED
 from ways.table import WAYS, array
-from ways.way import AFTER
 
 # Not among sequences: what needs a place where keys come from. What may come before the first call
 # has an action of its own.

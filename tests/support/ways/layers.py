@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from ways.kinds import KINDS, TAPS
-from ways.way import AFTER, BEFORE, UNFUSED, Way
+from ways.sides import AFTER, BEFORE, UNFUSED, Way
 
 
 class Turned:

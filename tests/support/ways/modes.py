@@ -3,8 +3,7 @@
 import torch
 
 from ways.kinds import KINDS
-from ways.sides import SMALL, Pair
-from ways.way import AFTER, UNFUSED
+from ways.sides import AFTER, SMALL, UNFUSED, Pair
 
 MOVED = 1e-5  # of its size; by so much a change has to move the plain module's result
 

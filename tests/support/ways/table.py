@@ -13,12 +13,11 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 from ways.kinds import KINDS
 from ways.layers import GRADIENTS, LAYERED, MADE_ANEW
-from ways.sides import WATCHED
-from ways.way import AFTER, BEFORE, Way
+from ways.sides import AFTER, BEFORE, WATCHED, Way
 
 OWN_KEYS = ("encoder",)  # where the keys are computed, there is no place to prepare them
-DATA = ("trained", "encoder", "compiled")  # for keys that no gradient is asked of
-GRAPHS = DATA  # a graph holds the tensors, so that they cannot be swapped
+# For keys that no gradient is asked of; and a graph holds the tensors: they cannot be swapped.
+DATA = ("trained", "encoder", "compiled")
 INFERENCE = ("inference", "born in inference")  # of its tensors no gradient can be asked
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 WAYS = []
@@ -375,7 +374,7 @@ def load(s, **how):
 
 
 way("weights", "`load_state_dict(assign=True)`")(lambda s: load(s, assign=True))
-way("weights", "`load_state_dict`, tensors swapped", without=GRAPHS)(swapping(load))
+way("weights", "`load_state_dict`, tensors swapped", without=DATA)(swapping(load))
 
 
 def halved(s):
@@ -384,7 +383,7 @@ def halved(s):
 
 
 way("weights", "`half().double()`", pending=False)(halved)
-way("weights", "`half().double()`, tensors swapped", without=GRAPHS)(swapping(halved))
+way("weights", "`half().double()`, tensors swapped", without=DATA)(swapping(halved))
 
 
 @way("weights", "all in float32", moves=False, pending=False)
