@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from beside import as_exact
-from decoders import EXACT
+from decoders import EXACT, Low
 from torch import nn
 
 import bahdanau_fast as bf
@@ -16,17 +16,6 @@ from bahdanau_fast.memory.room import Room
 from bahdanau_fast.modules.base import Additive
 
 B, T, D, H, DV = 4, 9, 5, 7, 3
-
-
-class Low(nn.Module):
-    """A layer with more than one weight."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.more(x)
 
 
 def changed(layer):

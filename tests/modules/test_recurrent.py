@@ -19,6 +19,7 @@ from decoders import (
     E,
     F,
     H,
+    Low,
     T,
     by_steps,
     call,
@@ -315,17 +316,6 @@ def test_weights_go_to_the_course_decoder_and_back(cls, cell):
     torch.testing.assert_close(decoder.dense(features), logits)
     want = torch.cat(decoder.attention_weights, 1)
     torch.testing.assert_close(module.attention_weights, want)
-
-
-class Low(nn.Module):
-    """A layer with more than one weight."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.more(x)
 
 
 def halved(module, inputs, outputs):
