@@ -1,6 +1,6 @@
 """The entry points of csrc/cuda: what the tests know of the names and arguments of operators.
 
-``call(name, *arguments)`` runs an operator: :func:`on_gpu`, or ``operator`` of a mock.
+``call(name, *arguments)`` runs an operator: :func:`dispatched`, or ``operator`` of a mock.
 """
 
 from bahdanau_fast.ops.operator import operators
@@ -8,7 +8,7 @@ from bahdanau_fast.ops.operator import operators
 FORWARD, RECORDED, BACKWARD = "attention", "attention.recorded", "attention_backward"
 
 
-def on_gpu(name, *arguments):
+def dispatched(name, *arguments):
     return operators[name].overload(*arguments)
 
 

@@ -95,7 +95,7 @@ class Gpu(Backend):
 
     def step(self, _, queries, w_q, keys, *rest, w_k=None, bias=None, mask=None):
         given = queries, w_q, keys, w_k, bias, *rest, mask
-        return entry_points.step(entry_points.on_gpu, *given)
+        return entry_points.step(entry_points.dispatched, *given)
 
 
 CPU, REFERENCE = Backend("cpu", parity.DTYPES), Backend("reference", parity.DTYPES)

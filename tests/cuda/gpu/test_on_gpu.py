@@ -17,7 +17,7 @@ import torch._dynamo  # else a call loads it, where a tensor has no device of it
 from contract import CONTRACT, LARGE, MASKED, lens
 from decoders import CELLS, by_steps
 from drawing import cases, drawn
-from entry_points import on_gpu
+from entry_points import dispatched
 from host_only import routed
 from hypothesis import given
 from parity import Case, attended, called, check, fused
@@ -87,8 +87,8 @@ def problem(queries, dtype=torch.bfloat16, device=DEVICE):
 
 def attend(inputs):
     """Context, weights and the four gradients."""
-    context, weights = found = entry_points.attend(on_gpu, *inputs)
-    return *found, *entry_points.attend_backward(on_gpu, *inputs, weights, context, weights)
+    context, weights = found = entry_points.attend(dispatched, *inputs)
+    return *found, *entry_points.attend_backward(dispatched, *inputs, weights, context, weights)
 
 
 @pytest.mark.parametrize("kind", lengths.LENGTHS)
@@ -114,7 +114,7 @@ def step_of(hidden):
     shapes = (4, 1, 32), (hidden, 32), (4, 300, hidden), (1, hidden)
     drawn = [torch.randn(s, generator=generator, device=DEVICE).bfloat16() for s in shapes]
     raw, w_q, keys, w_v = drawn
-    return functools.partial(entry_points.step, on_gpu, raw, w_q, keys, None, None, keys, w_v)
+    return functools.partial(entry_points.step, dispatched, raw, w_q, keys, None, None, keys, w_v)
 
 
 def check_beside_each_other(calls, times):

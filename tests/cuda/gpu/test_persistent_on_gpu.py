@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from decoding import BF16, FP16, Case, by_operators, cast, check, check_tokens
-from entry_points import on_gpu
+from entry_points import dispatched
 from torch.utils._pytree import tree_map_only
 
 GPU = torch.cuda.is_available()
@@ -36,7 +36,7 @@ OPTIONS = {
 
 def call(name, *arguments):
     arguments = tree_map_only(torch.Tensor, moved, arguments)
-    return tree_map_only(torch.Tensor, lambda x: x.cpu(), on_gpu(name, *arguments))
+    return tree_map_only(torch.Tensor, lambda x: x.cpu(), dispatched(name, *arguments))
 
 
 def moved(x):
