@@ -10,8 +10,6 @@ from .cases import MODES, SUBJECT
 
 RESULTS = Path(__file__).parent / "results"
 
-Packed = dict[str, Any]  # a row, as bench writes it in JSON
-
 # What is sold of a processor's family and model, which is all that a cloud machine may say.
 _SOLD = {
     "AMD EPYC (family 25, model 1)": "AMD EPYC 7003 (Milan)",
@@ -58,7 +56,7 @@ def shape_text(shape: dict[str, Any]) -> str:
     return "({batch}, {queries}, {keys}, {hidden})".format(**shape)
 
 
-def row_table(rows: list[Packed]) -> list[str]:
+def row_table(rows: list[dict[str, Any]]) -> list[str]:
     """Milliseconds of each provider; then who was not run and why, and whose results are wrong."""
     names = dict.fromkeys(name for row in rows for name in row["seconds"] if name != "DRAM read")
     cells, notes = [], []

@@ -74,7 +74,8 @@ class Child:
             self._heard = now
         if self._gone:
             code = os.waitstatus_to_exitcode(status)
-            ended = _in_words(code) if code else ""
+            name = f"died of {signal.Signals(-code).name}" if code < 0 else "raised"
+            ended = f"its process {name}" if code else ""
         elif now >= self._until:
             ended = OVER
         elif now >= self._heard + self.silence:
@@ -147,7 +148,3 @@ def _start(work: Work, writer: int) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-def _in_words(code: int) -> str:
-    return f"its process died of {signal.Signals(-code).name}" if code < 0 else "its process raised"

@@ -111,14 +111,14 @@ BAD += [
 BAD += [(name, None, TypeError, "a tensor, got NoneType") for name in ("queries", "keys", "w_v")]
 
 
+SPOILT = {"sparse": torch.Tensor.to_sparse, "meta": lambda x: x.to("meta")}
+SPOILT |= {"flat": lambda x: x[0], "batch": lambda x: x[:1], "rows": lambda x: x[:, 1:]}
+
+
 def spoil(value, was):
     if isinstance(value, torch.dtype):
         return was.to(value)
-    if value == "sparse" and isinstance(value, str):
-        return was.to_sparse()
-    if value == "meta" and isinstance(value, str):
-        return was.to("meta")
-    return value
+    return SPOILT[value](was) if isinstance(value, str) and value in SPOILT else value
 
 
 def said(call, error, words):
@@ -207,10 +207,7 @@ def test_modules(kind, name, value, error):
     size = 6 if kind == "additive" else 4
     inputs = {"queries": ones(2, 3, 4), "keys": ones(2, 5, size), "values": ones(2, 5, 7)}
     module(*inputs.values())
-    kinds = {"flat": lambda x: x[0], "batch": lambda x: x[:1], "rows": lambda x: x[:, 1:]}
-    was = inputs.get(name)
-    make = kinds.get(value) if isinstance(value, str) else None
-    inputs[name] = make(was) if make else spoil(value, was)
+    inputs[name] = spoil(value, inputs.get(name))
     said(partial(module, *inputs.values()), error, "")
 
 

@@ -20,11 +20,6 @@ def saturated(size):
     return lambda draw: (size * draw("queries").sign(), 0.1 * draw("keys"))
 
 
-def saturated_keys(size):
-    """Of either sign: scores that differ by much are next to others that hardly do."""
-    return lambda draw: (0.1 * draw("queries"), size * draw("keys").sign())
-
-
 def one_far(size, others):
     """A hidden unit of the queries has another size than all else."""
 
@@ -52,7 +47,8 @@ PROJECTIONS = {
         for s in (0.01, 0.1)
     },
     **{f"saturated {x}": saturated(x) for x in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)},
-    "keys 8.0": saturated_keys(8.0),
+    # Keys of either sign: scores that differ by much are next to others that hardly do.
+    "keys 8.0": lambda draw: (0.1 * draw("queries"), 8.0 * draw("keys").sign()),
     **{f"far {x} {y}": one_far(x, y) for x in (6.0, 20.0) for y in (0.1, 1.0)},
     "all 8.0": lambda draw: (torch.full_like(draw("queries"), 8.0), 0.3 * draw("keys")),
     **{f"alike {x}": alike(x) for x in (1e-3, 0.1, 1.0, 3.0)},

@@ -145,13 +145,9 @@ def _module(module):
         loaded = [m for key, m in sys.modules.items() if key.split(".")[0] == top]
     for each in loaded:  # to be found again by pickle, which imports by name
         for own in vars(each).values():
-            if _is_own(own, each):
+            is_module = isinstance(own, type) and issubclass(own, nn.Module)
+            if is_module and own.__module__ == each.__name__:
                 own.__module__ = __name__
                 own.__qualname__ = f"{own.__name__}_{len(globals())}"  # one may be loaded twice
                 globals()[own.__qualname__] = own
     return found
-
-
-def _is_own(found, module):
-    is_class = isinstance(found, type) and issubclass(found, nn.Module)
-    return is_class and found.__module__ == module.__name__

@@ -134,19 +134,15 @@ ROWS = {
 }  # fmt: skip
 
 
-def forward_only(found, inputs, *seen, **options):
-    """Our values in the graph of eager's, whose gradients are not what is tested."""
-    outputs = parity.eager(inputs, *seen, **options)
-    return [ours + (x - x.detach()) for ours, x in zip(found, outputs, strict=True)]
-
-
 def without_gradients(way):
     """The function that :func:`parity.check` tests for what a way gives without gradients."""
 
     def function(inputs, *seen, **options):
         with torch.no_grad():
             found = way(dict(inputs), *seen, **options)
-        return forward_only(found, inputs, *seen, **options)
+        # Our values in the graph of eager's, whose gradients are not what is tested.
+        outputs = parity.eager(inputs, *seen, **options)
+        return [ours + (x - x.detach()) for ours, x in zip(found, outputs, strict=True)]
 
     return function
 

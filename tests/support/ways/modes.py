@@ -169,10 +169,6 @@ def _train_compiled(run, code, when):
     run.pair.ours.step = None
 
 
-def by_inductor(run):
-    by_compiled(run, torch.compile(attend))
-
-
 def inference(run):
     with torch.inference_mode():
         _twice_and_twice(run)
@@ -194,7 +190,7 @@ MODES = {
     "trained": trained,
     "encoder": encoder,
     "compiled": by_compiled,
-    "inductor": by_inductor,
+    "inductor": lambda run: by_compiled(run, torch.compile(attend)),
     "inference": inference,
     "born in inference": born_in_inference,
 }
