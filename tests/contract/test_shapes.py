@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from beside import close
+from beside import close, with_gradients
 from contract import scattered
 from thorough import one_of_each
 from torch import nn
@@ -99,12 +99,6 @@ def row_by_row(module, given):
     """The same of each row alone, with a batch of one."""
     rows = [attended(module, {n: x[i : i + 1] for n, x in given.items()}) for i in range(B)]
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]
-
-
-def with_gradients(results, module, given):
-    leaves = [*(x for x in given.values() if x.requires_grad), *module.parameters()]
-    loss = [x.cos().sum() for x in results]
-    return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
 def asked(given):

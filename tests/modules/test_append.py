@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from beside import as_exact
+from beside import as_exact, with_gradients
 from decoders import EXACT, Low
 from torch import nn
 
@@ -74,12 +74,6 @@ def anew(module, inputs, first=1, step=1):
         results += [module.attend(queries[:, end - 1], memory, *located(module, end))]
         results += [module.attention_weights]
     return results
-
-
-def with_gradients(results, module, inputs):
-    leaves = [*inputs.values(), *module.parameters()]
-    loss = sum(x.cos().sum() for x in results)
-    return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,9 +3,9 @@
 import copy
 from functools import partial
 
+import beside
 import pytest
 import torch
-from beside import as_exact
 from decoders import CELLS, DV, EXACT, LENS, TK, B, E, H, T, given, layer
 from profiled import counts
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import bahdanau_fast as bf
 
+with_gradients = partial(beside.with_gradients, zeros=True)
 MASK = torch.arange(TK) % 4 != 1
 BOTH = pytest.mark.parametrize("cls", CELLS)
 FORMS = {
@@ -115,12 +116,6 @@ def by_hand(module, tensors):
     return [torch.stack(outputs), *listed(state), torch.stack(weights, 1)]
 
 
-def with_gradients(results, module, tensors):
-    leaves = [*tensors.values(), *module.parameters()]
-    loss = sum(x.cos().sum() for x in results)
-    return [*results, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
-
-
 @BOTH
 @pytest.mark.parametrize("form", EVERY)
 @pytest.mark.parametrize("layers", [1, 2])
@@ -181,7 +176,7 @@ def test_the_parity_rule(cls, form, dtype, autocast):
         ours = with_gradients(called(module, tensors), module, tensors)
         with bf.backends.use("reference"):
             eager = with_gradients(called(module, tensors), module, tensors)
-    as_exact(ours, eager, exact, dtype)
+    beside.as_exact(ours, eager, exact, dtype)
 
 
 @BOTH

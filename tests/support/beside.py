@@ -60,6 +60,13 @@ def results(call, leaves, module):
     return [x.detach() for x in outputs], list(grads)
 
 
+def with_gradients(results, module, inputs, zeros=False):
+    """Results, and gradients of inputs and parameters; None, or ``zeros``, where there is none."""
+    leaves = [x for x in (*inputs.values(), *module.parameters()) if x.requires_grad]
+    loss, more = sum(x.cos().sum() for x in results), {"materialize_grads": zeros}
+    return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True, **more)]
+
+
 def ran(report):
     """How often the operator ran."""
     return sum(record.fused for record in report._records)
