@@ -129,7 +129,6 @@ def suite(path: str, seconds: float, dry: bool, part: int = 0, parts: int = 1) -
 
 
 def felt(device: str, pattern: str) -> list[Row]:
-    """Rows of what a user feels."""
     from . import user
 
     s = user.SIZES["chapter"]

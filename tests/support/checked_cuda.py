@@ -28,14 +28,12 @@ def launched(name, *args):
 
 
 def family_of(made):
-    """Of launches."""
     if any(kernel_of(x).startswith("persistent") for x in made):
         return "one-launch"
     return "clusters" if any(x["cluster"] > 1 for x in made) else "cuda"
 
 
 def on_cpu(name, run, args):
-    """Results of the CPU's operator."""
     if name not in DECODE:
         return run(*args)
     named = operators[name].named(*args)

@@ -81,7 +81,6 @@ class Run:
 
 
 def _twice_and_twice(run):
-    """Two calls, the change, and two calls."""
     run.prepare()
     for name in ("first", "second"):
         run.call(name)

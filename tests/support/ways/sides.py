@@ -72,7 +72,6 @@ class Side:
 
     @property
     def layer(self):
-        """The layer that is changed."""
         return self.module.get_submodule(self.place)
 
     def lens_for(self, queries):
