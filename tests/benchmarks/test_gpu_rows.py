@@ -127,6 +127,7 @@ def tanh(x, APPROXIMATE: tl.constexpr):
     return 2 / (1 + tl.exp(-2 * x)) - 1
 
 measure.GPU_SECONDS, expert._tanh = 1e-3, tanh
+stages.kernels.__defaults__ = (1,)  # the calls that are profiled
 beam, cpu = Shape("beam", 2, 4, 100, 16, lens="drawn"), torch.device("cpu")
 ours = GpuCase("triton", beam, "projected")
 print(json.dumps(stages.timed(ours, stages.subject(ours), cpu)))
