@@ -93,7 +93,7 @@ MODULES = {
 @pytest.mark.parametrize("form", ["relu", "leaky_relu", "sigmoid"])
 def test_modules(form, how, dtype, backend):
     # Of so many rows that single steps are computed in fp32, too.
-    case = Case(**LARGE | {"B": 30, "Tq": 3}, **FORMS[form], lens=torch.arange(30) * 2)
+    case = Case(**LARGE | {"B": 36, "Tq": 3}, **FORMS[form], lens=torch.arange(36) * 2)
     check(case, dtype, partial(MODULES[how], backend=backend))
 
 

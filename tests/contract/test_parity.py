@@ -41,6 +41,32 @@ def test_contract_of_the_module(row, way, dtype):
     CPU.check(row, dtype, WAYS[way])
 
 
+def test_no_result_of_torch_is_left_unwritten():
+    # torch then fills what it allocates with NaN.
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.isnan(torch.empty(100)).all()
+        for row in TABLE:
+            CPU.check(row, torch.float32, attended)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_workspace_is_read_before_it_is_written():
+    # glibc then fills what it hands out with 0x7f: 3e38, or NaN in fp16.
+    tunables = {"MALLOC_PERTURB_": "128", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    # What pytest puts in front of the path: this folder, and that of the helpers.
+    helpers = str(Path(parity.__file__).parent)
+    code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
+    python("-c", code, cwd=Path(__file__).parent, **tunables)
+
+
+def check_every_row():
+    for dtype in (torch.float32, torch.bfloat16):
+        for row in TABLE:
+            CPU.check(row, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_very_long_source(dtype):
     case = Case(B=1, Tq=1, Tk=120_000, H=3, Dq=2, Dk=2, Dv=2, lens=lens(119_999), grads="context")
@@ -117,29 +143,3 @@ def test_the_oracle_agrees_with_the_reference(row):
         if exact[name].size:
             largest = float(np.abs(exact[name]).max())
             assert float(np.abs(exact[name] - plain[name]).max()) <= 1e-13 * largest, name
-
-
-def test_no_result_of_torch_is_left_unwritten():
-    # torch then fills what it allocates with NaN.
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.isnan(torch.empty(100)).all()
-        for row in TABLE:
-            CPU.check(row, torch.float32, attended)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_no_workspace_is_read_before_it_is_written():
-    # glibc then fills what it hands out with 0x7f: 3e38, or NaN in fp16.
-    tunables = {"MALLOC_PERTURB_": "128", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
-    # What pytest puts in front of the path: this folder, and that of the helpers.
-    helpers = str(Path(parity.__file__).parent)
-    code = f"import sys; sys.path.append({helpers!r}); import test_parity as t; t.check_every_row()"
-    python("-c", code, cwd=Path(__file__).parent, **tunables)
-
-
-def check_every_row():
-    for dtype in (torch.float32, torch.bfloat16):
-        for row in TABLE:
-            CPU.check(row, dtype)
