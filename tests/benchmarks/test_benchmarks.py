@@ -1,7 +1,6 @@
 """The benchmarks measure what they say: a wrong result is not timed, the pages say the figures."""
 
 import json
-import multiprocessing
 import time
 
 import pytest
@@ -249,10 +248,7 @@ def test_a_run_writes_figures_that_the_page_can_read(monkeypatch, tmp_path, caps
 
 
 @pytest.mark.parametrize("provider", LIBRARIES, ids=lambda provider: provider.name)
-def test_a_peer_gives_our_result_in_a_process_of_its_own_or_says_why_not(provider, monkeypatch):
-    if provider.name != "ONNX Runtime":  # which starts as ever; a fork need not import torch
-        fork = multiprocessing.get_context("fork")
-        monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)
+def test_a_peer_gives_our_result_in_a_process_of_its_own_or_says_why_not(provider):
     ours = by_name("ours memory")
     with Runner([ours, by_name("ours op"), provider], seconds=0.001) as runner:
         for task in provider.builders:
