@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -14,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh import ROOT
+from fresh import ROOT, python
 
 from bahdanau_fast.check.children import OVER
 from benchmarks import gpu_report
 from benchmarks.decoders import DROP_IN, FUSE, NONE, OURS, OWN
-from benchmarks.gpu import EACH, Experiment, command, is_wrong, run
+from benchmarks.gpu import EACH, Experiment, is_wrong, run
 
 # What stands in for a torch that finds no GPU.
 BLIND = """
@@ -28,21 +26,14 @@ __version__, version = "2.13.0+cu130", SimpleNamespace(cuda="13.0", hip=None)
 cuda = SimpleNamespace(is_available=lambda: False, is_initialized=lambda: False)
 """
 MACHINE = ("-m", "benchmarks.machine")
-NO_GPU = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is for GPUs")
 
 
-def forked(main):
-    """A process that has torch from the start."""
-    process = multiprocessing.get_context("fork").Process(target=main)
-    process.start()
-    return process
-
-
-@NO_GPU
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is for GPUs")
 @pytest.mark.parametrize(
     ("command", "stub", "said"),
     [
         ([sys.executable, "-S", *MACHINE], None, "no torch: "),
+        ([sys.executable, *MACHINE], None, "a CPU torch: "),
         (
             [sys.executable, *MACHINE],
             BLIND,
@@ -53,6 +44,7 @@ def forked(main):
             None,
             "a CPU torch",
         ),
+        ([sys.executable, "-m", "benchmarks.gpu_report", "--out", "{out}"], None, "a CPU torch"),
     ],
 )
 def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, stub, said, tmp_path):
@@ -64,23 +56,6 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, stub, said, tmp_p
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith(f"gpu-report: {said}")
-    assert not (tmp_path / "out").exists()
-
-
-@NO_GPU
-@pytest.mark.parametrize("module", ["benchmarks.machine", "benchmarks.gpu_report"])
-def test_with_a_torch_for_the_cpu_it_is_one_line_and_exit_code_2(module, tmp_path, capfd):
-    def main():
-        more = ["--out", str(tmp_path / "out")] if module == "benchmarks.gpu_report" else []
-        sys.argv = [module, *more]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-    process = forked(main)
-    process.join(60)
-    printed = capfd.readouterr()
-    assert (process.exitcode, printed.out) == (2, "")
-    (line,) = printed.err.splitlines()
-    assert line.startswith("gpu-report: a CPU torch: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -325,19 +300,16 @@ for name in ("CALLS", "OURS_ALONE"):
 """
 
 
-def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
-    import torch._dynamo  # noqa: F401  (here, or each stage takes seconds to import it)
-
+def test_a_report_of_the_cpu(tmp_path):
     (tmp_path / "planted.py").write_text(SMALL_STAGES)
-    monkeypatch.syspath_prepend(tmp_path)
-    for cache in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(cache, str(tmp_path))
-    monkeypatch.setattr(gpu_report, "SOURCE", "planted")
-    one = {name: (seconds, 1) for name, (seconds, _) in gpu_report.STAGES.items()}
-    monkeypatch.setattr(gpu_report, "STAGES", one)
     out = tmp_path / "out"
-    assert gpu_report.main(["--device", "cpu", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
+    code = (
+        "import sys; from benchmarks import gpu_report; gpu_report.SOURCE = 'planted'\n"
+        "gpu_report.STAGES = {n: (s, 1) for n, (s, _) in gpu_report.STAGES.items()}\n"
+        f"sys.exit(gpu_report.main(['--device', 'cpu', '--out', {str(out)!r}]))"
+    )
+    path = os.pathsep.join((str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    done = python("-W", "ignore", "-c", code, cwd=ROOT, PYTHONPATH=path)
     (path,) = out.iterdir()
     found = read(path)
     assert found[1]["triton"]
@@ -347,9 +319,9 @@ def test_a_report_of_the_cpu(tmp_path, monkeypatch, capsys):
     assert len(timed) > 10
     assert all(row["passed"] and row["bytes"] > 0 for row in timed)
     assert {row["stage"] for row in rows.values()} == {"user", "smoke", "time", "rivals"}
-    assert "0 of ours not right" in printed
+    assert "0 of ours not right" in done.stdout
     every_row_is_felt({name: row for name, row in rows.items() if row["stage"] == "user"})
-    assert re.search(r"\| training step \(3,4,5,8\), float32 +\| \d", printed)
+    assert re.search(r"\| training step \(3,4,5,8\), float32 +\| \d", done.stdout)
 
 
 def every_row_is_felt(rows):
@@ -375,20 +347,19 @@ def every_row_is_felt(rows):
 
 def test_an_interrupted_report_leaves_no_process(planted):
     """A make that is stopped must not leave a process on the GPU."""
-
-    def main():
-        gpu_report.SOURCE, gpu_report.MACHINE = "planted", "planted:machine"
-        gpu_report.STAGES = {"slow": (60, 1)}
-        command(lambda: gpu_report.main(["--out", str(planted.parent)]))
-
-    report = forked(main)
+    code = (
+        "from benchmarks import gpu_report; from benchmarks.gpu import command\n"
+        "gpu_report.SOURCE, gpu_report.MACHINE = 'planted', 'planted:machine'\n"
+        "gpu_report.STAGES = {'slow': (60, 1)}\n"
+        f"command(lambda: gpu_report.main(['--out', {str(planted.parent)!r}]))"
+    )
+    report = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (planted.exists() and planted.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     report.terminate()
-    report.join(20)
-    assert report.exitcode == 143
+    assert report.wait(20) == 143
     assert not is_there(int(planted.read_text()))
 
 
