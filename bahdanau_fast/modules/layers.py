@@ -108,7 +108,7 @@ def plain_convolution(layer: Any) -> tuple[Tensor, Tensor | None] | None:
         and layer.padding_mode == "zeros"
     ):
         return None
-    return weight.reshape(*weight.shape[:2], taps), layer.bias
+    return weight.squeeze(2) if rows else weight, layer.bias
 
 
 def plain_weight(layer: nn.Module | None) -> Tensor | None:
