@@ -12,8 +12,6 @@ from bahdanau_fast.memory.projected_keys import ProjectedKeys
 from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.reference import TANH, ScoreTerms
 
-__all__ = ["Call", "Located"]
-
 
 class Located(NamedTuple):
     """Features of the keys that are a convolution of where earlier steps looked."""

@@ -20,8 +20,6 @@ from bahdanau_fast.seq2seq.cli.commands import add_commands
 from bahdanau_fast.seq2seq.model.settings import Settings
 from bahdanau_fast.seq2seq.options import at_least
 
-__all__ = ["info", "main"]
-
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the option that was likely meant."""

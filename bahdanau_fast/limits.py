@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["FAMILIES", "LIMITS", "NEVER", "Limits", "family", "using"]
-
 NEVER = 1 << 62
 
 

@@ -25,8 +25,6 @@ from bahdanau_fast.ops.saved_tensors import with_rows_together
 from bahdanau_fast.ops.sharding import register_for
 from bahdanau_fast.reference import TANH
 
-__all__ = ["attend", "attend_by_scores", "attend_with", "pool", "scores"]
-
 #: Context (B,Tq,Dv), or None where it is in the link; weights (B,Tq,Tk), empty if unwanted; and the
 #: link of a recorded call.
 Results = tuple[Tensor | None, Tensor, Link | None]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 
-__all__ = ["OFF", "SWITCHES", "VARIABLE", "is_off", "why_off"]
-
 VARIABLE = "BAHDANAU_FAST_OFF"
 #: What each is, and what computes in its place.
 SWITCHES = {

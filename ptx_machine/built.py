@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["built", "needs_compiler"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 needs_compiler = pytest.mark.skipif(

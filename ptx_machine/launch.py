@@ -12,8 +12,6 @@ import numpy as np
 from .built import built
 from .parse import Entry, Module, PtxError
 
-__all__ = ["Buffer", "Machine", "Order"]
-
 CORE = Path(__file__).resolve().parent / "core"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-__all__ = ["Entry", "Module", "PtxError"]
-
 KINDS = {"pred": 1, "b16": 2, "b32": 4, "b64": 8}
 KINDS |= {kind: 2 for kind in ("u16", "s16", "f16", "bf16", "b8", "u8", "s8")}
 KINDS |= {kind: 4 for kind in ("u32", "s32", "f32", "f16x2", "bf16x2")}

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 from .parse import Module
 
-__all__ = ["changed"]
-
 
 def changed(opcode: str, file: str, line: int, new: str = "") -> Callable[[str], str]:
     """A function that puts ``new`` where instructions of a source line begin with ``opcode``.

@@ -14,15 +14,6 @@ import torch
 
 from bahdanau_fast import switches
 
-__all__ = [
-    "cpu_problem",
-    "cuda_problem",
-    "interpreted",
-    "is_too_old",
-    "one_launch_problem",
-    "triton_problem",
-]
-
 # The stable ABI the extensions are built against.
 TORCH = (2, 10)
 # The kernels are compiled and interpreted in the tests with this and newer ones.

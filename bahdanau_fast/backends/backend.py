@@ -8,8 +8,6 @@ import torch
 
 from bahdanau_fast.checks import TorchState
 
-__all__ = ["Backend", "Facts", "Sizes"]
-
 
 class Sizes(NamedTuple):
     """The sizes of a call; 0 while code is traced, where none may decide."""

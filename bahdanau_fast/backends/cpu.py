@@ -10,8 +10,6 @@ from bahdanau_fast.backends.backend import Backend, Facts
 from bahdanau_fast.backends.route import TABLE_QUERIES
 from bahdanau_fast.checks import TorchState
 
-__all__ = ["CPU", "TABLE_ELEMENTS"]
-
 # A call of up to so many multiplications in its projections is one operator, which saves nodes of
 # the graph in training; of pooling, which projects no queries, fewer pay there.
 ONE_OPERATOR_WORK, ONE_OPERATOR_WORK_TO_TRAIN, POOLED_WORK_TO_TRAIN = 1 << 17, 1 << 19, 1 << 18

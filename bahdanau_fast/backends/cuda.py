@@ -8,8 +8,6 @@ from bahdanau_fast.backends import availability
 from bahdanau_fast.backends.backend import Backend
 from bahdanau_fast.backends.route import GPU_STEP_HIDDEN, GPU_STEP_QUERIES
 
-__all__ = ["CUDA"]
-
 _STEPS = (
     f"steps of at most {GPU_STEP_QUERIES} queries and {GPU_STEP_HIDDEN} hidden units, with nothing "
     "but tanh inside"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bahdanau_fast.backends.backend import Backend, Facts
 
-__all__ = ["REFERENCE"]
-
 
 class Reference(Backend):
     """Serves every call."""

@@ -14,20 +14,6 @@ import torch
 from bahdanau_fast import checks
 from bahdanau_fast.backends.backend import Backend, Facts
 
-__all__ = [
-    "Cells",
-    "DecoderFacts",
-    "DecoderRoute",
-    "Generation",
-    "PoolingRoute",
-    "Route",
-    "choose_backend",
-    "is_gpu_step",
-    "is_step",
-    "route",
-    "route_decoder",
-]
-
 # Queries per row of the batch from which on kernels make a table of exponentials as they go.
 TABLE_QUERIES = 16
 # Elements of the keys from which on the projection of unchanged keys is remembered.

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["OVER", "Child", "Row", "Work", "lines", "say"]
-
 #: What a child says, as JSON.
 Row = dict[str, Any]
 Work = Callable[[], Iterable[Row]]

@@ -35,8 +35,6 @@ from bahdanau_fast.check.problems import (
 )
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
 
-__all__ = ["FAMILIES", "WAYS", "Family", "beside", "compiled", "rows"]
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ALL, HALF = (FP32, BF16, FP16), (BF16, FP16)
 _ROUNDS = 4  # of calls on two streams

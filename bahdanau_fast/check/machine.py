@@ -16,8 +16,6 @@ from bahdanau_fast import backends
 from bahdanau_fast.check.children import Row
 from bahdanau_fast.seq2seq.cli.cores import HELPS
 
-__all__ = ["gpu", "may_have_gpu", "versions"]
-
 
 def versions() -> dict[str, str]:
     """Of this package and of what it runs on; asks for no GPU."""

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from bahdanau_fast import backends, parity
 from bahdanau_fast.functional import additive_attention
 from bahdanau_fast.modules.attention_rnn import AttentionGRU, AttentionLSTM
-from bahdanau_fast.modules.decoder_loop import SpecialTokens, decode_greedily
-
-__all__ = ["CASES", "Case", "CheckProblem", "Prepared", "Way", "Worst", "attention", "decoder",
-           "in_words", "once", "worst", "worst_token"]  # fmt: skip
+from bahdanau_fast.modules.decoder_loop import decode_greedily
+from bahdanau_fast.ops.decode_arguments import SpecialTokens
 
 # Draws, the first two of which are computed by ours; eager's error is the largest of all of them.
 _DRAWS = 4

@@ -19,8 +19,6 @@ from bahdanau_fast.fuse.facts import ModuleFacts
 from bahdanau_fast.fuse.look import looked_at
 from bahdanau_fast.fuse.report import Record
 
-__all__ = ["Capture"]
-
 # Ways of hooks, layers and methods that are remembered, and kinds of calls that are refused.
 _WAYS, _REFUSED = 8, 16
 # Graphs without additive attention, after which a module is left.

@@ -15,8 +15,6 @@ from bahdanau_fast.graphs.caches import Caches, NoCaches, Shared
 from bahdanau_fast.graphs.notes import writes
 from bahdanau_fast.graphs.prove import isolated
 
-__all__ = ["Choice", "GraphError", "Times"]
-
 # A graph is fused where it takes at most so much of its own code's time.
 PAYS = 0.95
 # Timing takes at most so much of the time of the calls until it is done again.

@@ -21,8 +21,6 @@ from bahdanau_fast.graphs.plan import FusedPlan
 from bahdanau_fast.graphs.prove import in_state, isolated
 from bahdanau_fast.graphs.rewrite import Rewriter
 
-__all__ = ["backend", "fuse_graph", "rewrite"]
-
 
 def fuse_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """As :func:`bahdanau_fast.fuse_graph`, which imports this when it is called."""

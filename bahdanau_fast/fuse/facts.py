@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ModuleFacts", "is_of_torch"]
-
 _everywhere = nn.modules.module
 
 

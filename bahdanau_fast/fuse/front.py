@@ -20,8 +20,6 @@ from bahdanau_fast import checks
 from bahdanau_fast.fuse.report import Record
 from bahdanau_fast.modules.base import Unscriptable
 
-__all__ = ["put_back", "record_of", "watch"]
-
 _RECORD = "_bahdanau_fast"
 
 

@@ -16,8 +16,6 @@ from bahdanau_fast.graphs.notes import CallRecorder
 from bahdanau_fast.graphs.pooling import activates_projection
 from bahdanau_fast.graphs.probe import small_sizes
 
-__all__ = ["Look", "looked_at"]
-
 # Calls that show no sum under an activation, after which a module is left for good; the same where
 # there is a sum against a vector, which may be fused in calls of another kind.
 _DULL, _NEAR = 2, 8

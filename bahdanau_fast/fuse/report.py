@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # Calls that run as written between two that are captured, where nothing is fused.
 _REST = 100
 
-__all__ = ["Entry", "Record", "Report"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -14,8 +14,6 @@ from bahdanau_fast.graphs.caches import Shared, scaled
 from bahdanau_fast.ops.pool_in_chunks import scores_and_keys
 from bahdanau_fast.reference import ScoreTerms
 
-__all__ = ["FusedAttend", "FusedScore", "NotServed", "pooled", "with_contiguous_gradient"]
-
 
 class NotServed(Exception):
     """These inputs are not what the operator stands for."""

@@ -11,8 +11,6 @@ from bahdanau_fast.graphs.graph import NotFusable, require
 from bahdanau_fast.graphs.piece import Axes, Broadcast, Piece
 from bahdanau_fast.graphs.probe import Probe
 
-__all__ = ["ScoreAxes"]
-
 
 class ScoreAxes(Probe):
     """The axes along which addends, masks and vectors change."""

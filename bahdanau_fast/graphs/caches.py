@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bahdanau_fast.memory.key_cache import KeyCache, Source, may_share
 
-__all__ = ["Caches", "NoCaches", "Shared", "scaled"]
-
 
 class Caches:
     """Projected keys, and vectors with the operations on their scores, by vector and weight."""

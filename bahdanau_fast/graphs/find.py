@@ -25,8 +25,6 @@ from bahdanau_fast.graphs.probe import (
 )
 from bahdanau_fast.graphs.softmax import Softmax
 
-__all__ = ["activates_sum", "find", "is_pooling"]
-
 # More vectors than this are an output layer, not attention.
 _MAX_VECTORS = 16
 

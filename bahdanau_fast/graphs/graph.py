@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "SIZED", "Graph", "Node", "NotFusable", "Ref", "SmallSizes", "State",
-           "Value", "reason", "require", "state", "tensors", "tree_map"]  # fmt: skip
-
 ACTIVATIONS = {"tanh", "relu", "leaky_relu", "sigmoid"}
 # Functions that take of their first tensor its shape, dtype or device alone.
 _LIKE = {"ones_like", "zeros_like", "full_like", "new_full", "new_tensor"}

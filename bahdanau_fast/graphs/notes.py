@@ -24,8 +24,6 @@ from bahdanau_fast.graphs.graph import (
     tree_map,
 )
 
-__all__ = ["CallRecorder", "GraphNotes", "writes"]
-
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _OURS = _PACKAGE / "ops"
 _IN_PLACE = {f"i{name}" for name in (

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Addend", "Axes", "Broadcast", "Piece", "ScoreMask"]
-
 #: An order of axes, and the shape that they are brought to then.
 Axes = tuple[list[int], list[int]]
 

@@ -23,8 +23,6 @@ from bahdanau_fast.graphs.piece import Addend, Broadcast, Piece
 from bahdanau_fast.graphs.probe import small_sizes
 from bahdanau_fast.reference import TANH, ScoreTerms
 
-__all__ = ["FusedPlan", "find_plan", "plan"]
-
 # Elements of the activated sum below which a memory of projected keys costs more than it saves.
 _SMALL = 1 << 18
 # The most features C of keys, W_f f, that the operator projects itself.

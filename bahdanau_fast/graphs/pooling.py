@@ -16,8 +16,6 @@ from bahdanau_fast.graphs.graph import Graph, Node
 from bahdanau_fast.graphs.piece import Addend
 from bahdanau_fast.graphs.probe import CONTRACTIONS, PRODUCTS, trace_back
 
-__all__ = ["Pooling", "activates_projection", "drops"]
-
 _ACTIVATIONS = {"tanh", "relu"}  # the gate is of tanh alone
 
 

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from bahdanau_fast.graphs.graph import Graph, Node, NotFusable, SmallSizes, require
 
-__all__ = ["CONTRACTIONS", "MAX_PARTS", "PRODUCTS", "QUOTIENTS", "VIEWS", "Probe", "by_row",
-           "small_sizes", "trace_back"]  # fmt: skip
-
 VIEWS = {
     *("view", "reshape", "permute", "transpose", "t", "T", "mT", "unsqueeze", "squeeze", "flatten"),
     *("getitem", "select", "contiguous", "view_as", "reshape_as", "swapaxes", "swapdims"),

@@ -16,8 +16,6 @@ from bahdanau_fast.graphs.graph import Graph, SmallSizes, State, require, state
 from bahdanau_fast.graphs.piece import Piece
 from bahdanau_fast.graphs.plan import FusedPlan, plan
 
-__all__ = ["in_state", "isolated", "prove"]
-
 # Elements of the largest sum that is tried in its full sizes, too.
 _SMALL = 1 << 16
 # The number of draws of inputs: errors of a few elements are small by chance.

@@ -19,8 +19,6 @@ from bahdanau_fast.graphs.piece import Piece
 from bahdanau_fast.graphs.plan import FusedPlan, find_plan
 from bahdanau_fast.graphs.prove import isolated, prove
 
-__all__ = ["Rewriter"]
-
 
 class Rewriter:
     """A graph in which pieces become operators: :meth:`find` and :meth:`insert` them in turn."""

@@ -13,8 +13,6 @@ from bahdanau_fast.graphs.graph import Graph, Node, Ref, require
 from bahdanau_fast.graphs.piece import Piece, ScoreMask
 from bahdanau_fast.graphs.probe import PRODUCTS, QUOTIENTS, VIEWS, Probe, trace_back
 
-__all__ = ["Softmax"]
-
 # A filled score of at most this is hidden by the softmax.
 _HIDDEN = -1e4
 # Calls that make masks of binary tensors, element by element.

@@ -24,8 +24,6 @@ from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards, SavedTensors
 from bahdanau_fast.ops.shared_gradients import SharedNode
 
-__all__ = ["KeyCache", "Source", "may_share"]
-
 
 class Source(NamedTuple):
     """The inputs of a projection, ``keys @ weight.T + bias``; or keys that came projected."""

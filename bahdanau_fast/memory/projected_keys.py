@@ -18,8 +18,6 @@ from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards
 from bahdanau_fast.ops.shared_gradients import SharedNode, share
 
-__all__ = ["Maker", "Memory", "ProjectedKeys", "project"]
-
 
 class ProjectedKeys(NamedTuple):
     """Projected keys, and what is derived from them."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["Room", "append_rows"]
-
 
 class Room:
     """Buffers (B,capacity,n), one of keys and one of values, whose beginnings are memories."""

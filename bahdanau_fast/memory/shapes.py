@@ -18,16 +18,6 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = [
-    "Shape",
-    "as_rows",
-    "lengths",
-    "queries_as_rows",
-    "source_as_rows",
-    "spread_queries",
-    "steps_as_rows",
-]
-
 
 class Shape(NamedTuple):
     """What distinguishes the results of a call from (B,Tq,...)."""

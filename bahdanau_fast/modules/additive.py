@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from bahdanau_fast.modules.d2l_signature import Options
 
-__all__ = ["AdditiveAttention"]
-
 
 class AdditiveAttention(FromLayers, Additive):
     """Additive attention, drop-in for ``d2l.AdditiveAttention`` of either signature.

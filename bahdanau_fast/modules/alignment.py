@@ -10,8 +10,6 @@ from bahdanau_fast import checks
 from bahdanau_fast.call import Call
 from bahdanau_fast.reference import masked_softmax, visible
 
-__all__ = ["NORMALIZATIONS", "last_weights", "normalized", "within"]
-
 NORMALIZATIONS = ("softmax", "sigmoid", "forward", "stepwise")
 
 

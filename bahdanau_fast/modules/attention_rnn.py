@@ -26,8 +26,6 @@ from bahdanau_fast.modules.decoder_loop import (
 )
 from bahdanau_fast.modules.location import LocationAttention, LocationSteps
 
-__all__ = ["AttentionGRU", "AttentionLSTM"]
-
 Inputs = TypeVar("Inputs", Tensor, PackedSequence)
 
 

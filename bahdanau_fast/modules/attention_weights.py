@@ -11,8 +11,6 @@ from bahdanau_fast import checks
 from bahdanau_fast.memory.shapes import Shape
 from bahdanau_fast.ops.context import Box
 
-__all__ = ["attention_weights", "keep", "restored", "state_of"]
-
 
 def _weights(module: Any) -> Any:
     stored = module.__dict__.get("_weights")

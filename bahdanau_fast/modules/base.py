@@ -28,8 +28,6 @@ from bahdanau_fast.ops.projection import linear, shared_linear
 from bahdanau_fast.ops.saved_tensors import PendingBackwards
 from bahdanau_fast.reference import TANH, ScoreTerms
 
-__all__ = ["Additive", "Attention", "KeepsWeights", "Unscriptable"]
-
 
 class Unscriptable(nn.Module):
     """Base of modules that say what to do where they, or what holds them, are to be scripted."""

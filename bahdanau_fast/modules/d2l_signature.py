@@ -8,8 +8,6 @@ import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["Options", "read_signature", "shown"]
-
 _TAKEN = (
     "AdditiveAttention takes (num_hiddens, dropout) or (key_size, query_size, num_hiddens, dropout)"
 )

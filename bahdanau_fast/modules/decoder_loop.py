@@ -21,20 +21,16 @@ from bahdanau_fast.modules import AdditiveAttention
 from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.layers import is_unchanged, parts_of, plain_dropout
 from bahdanau_fast.ops import decode
-from bahdanau_fast.ops.decode import SpecialTokens
+from bahdanau_fast.ops.decode_arguments import (
+    DecoderInputs,
+    Dtypes,
+    NonDifferentiable,
+    OutputLayer,
+    SpecialTokens,
+)
 from bahdanau_fast.ops.dropout import dropout_seed
 
-__all__ = [
-    "DecoderOutputs",
-    "SpecialTokens",
-    "attend_step",
-    "attend_with_hooks",
-    "attention_last_has_operator",
-    "decode_attention_last",
-    "decode_greedily",
-    "decode_inputs",
-    "explain",
-]
+__all__ = ["DecoderOutputs", "SpecialTokens", "attend_step", "decode_greedily", "decode_inputs"]
 
 RNN = nn.GRU | nn.LSTM
 # From inputs (B,E), a state and the memory: features (B,H), weights (B,1,Tk) and the new state.
@@ -194,7 +190,7 @@ def decode_greedily(
         return None
     inputs, constants = _operator_inputs(dtype, attention, rnn, weight, hidden, memory)
     bias = dense.weight.new_zeros(len(dense.weight)) if dense.bias is None else dense.bias
-    output = decode.OutputLayer(dense.weight.to(dtype), bias.to(dtype))
+    output = OutputLayer(dense.weight.to(dtype), bias.to(dtype))
     return decode.decode_greedily(
         inputs, constants, dtype, output, banned_tokens, special, max_steps, route.loop_backend
     )
@@ -242,14 +238,14 @@ def _operator_inputs(
     inputs: Tensor,
     hidden: Any,
     memory: Memory,
-) -> tuple[decode.DecoderInputs, decode.NonDifferentiable]:
+) -> tuple[DecoderInputs, NonDifferentiable]:
     """The arguments of the operators but for dropout."""
     h, c = hidden if isinstance(hidden, tuple) else (hidden, None)
     lens = memory.valid_lens
     projected = memory.projected
     if projected.keys.dtype is not dtype:
         projected = project(projected.keys.to(dtype), projected.table is not None)
-    tensors = decode.DecoderInputs(
+    tensors = DecoderInputs(
         inputs=inputs,
         hidden=h,
         cell=c,
@@ -262,7 +258,7 @@ def _operator_inputs(
     if lens is not None and lens.dim() == 2:  # of one query
         lens = lens.squeeze(1)
     table, keys_max = projected.table, projected.keys_max
-    return tensors, decode.NonDifferentiable(table, keys_max, lens, memory.mask)
+    return tensors, NonDifferentiable(table, keys_max, lens, memory.mask)
 
 
 def _decode_by_operator(
@@ -288,13 +284,13 @@ def _decode_by_operator(
     return DecoderOutputs(decoded.features, decoded.weights, last)
 
 
-def _dtypes(rnn: RNN, inputs: Tensor, dtype: torch.dtype) -> decode.Dtypes:
+def _dtypes(rnn: RNN, inputs: Tensor, dtype: torch.dtype) -> Dtypes:
     """Results have the dtypes that single steps give them, though ``dtype`` is computed in."""
     autocast = checks.autocast_dtype(inputs.device)
     if autocast is None or dtype == torch.float64:
-        return decode.Dtypes(dtype, dtype, dtype)
+        return Dtypes(dtype, dtype, dtype)
     if not inputs.is_cpu:
-        return decode.Dtypes(dtype, autocast, torch.float32)
+        return Dtypes(dtype, autocast, torch.float32)
     # On the CPU a GRU adds up its state in the dtype of the inputs; autocast knows an LSTM.
     states = torch.promote_types(autocast, inputs.dtype) if type(rnn) is nn.GRU else autocast
-    return decode.Dtypes(dtype, states, autocast)
+    return Dtypes(dtype, states, autocast)

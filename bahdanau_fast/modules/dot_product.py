@@ -16,8 +16,6 @@ from bahdanau_fast.modules.attention_weights import keep, restored
 from bahdanau_fast.modules.base import Attention
 from bahdanau_fast.modules.layers import plain_dropout
 
-__all__ = ["DotProductAttention"]
-
 
 class DotProductAttention(Attention):
     """Scaled dot-product attention of the course: ``softmax(q.k / sqrt(d)) v``.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from bahdanau_fast.modules.d2l_signature import Options
 
-__all__ = ["FromLayers"]
-
 
 class FromLayers(nn.Module):
     """Constructors of :class:`AdditiveAttention` that copy weights."""

@@ -17,20 +17,6 @@ from torch.nn.parameter import is_lazy
 from bahdanau_fast import checks
 from bahdanau_fast.ops.projection import linear
 
-__all__ = [
-    "Parts",
-    "apply_layer",
-    "check_features",
-    "draw_if_lazy",
-    "is_unchanged",
-    "parts_of",
-    "plain_convolution",
-    "plain_dropout",
-    "plain_parameters",
-    "plain_weight",
-    "project_if_changed",
-]
-
 _Linear = nn.Linear
 _DROPOUTS = (nn.Dropout, nn.Identity)
 # Hooks of all modules of the process; torch updates these dicts, never replaces them.

@@ -18,8 +18,6 @@ from bahdanau_fast.modules.attention_weights import keep
 from bahdanau_fast.modules.base import Additive
 from bahdanau_fast.modules.layers import plain_convolution, plain_weight
 
-__all__ = ["LocationAttention", "LocationSteps"]
-
 Init = TypeVar("Init", bound=Callable[..., None])
 
 

@@ -10,8 +10,6 @@ from bahdanau_fast import checks
 from bahdanau_fast.modules.additive import AdditiveAttention
 from bahdanau_fast.modules.base import Additive
 
-__all__ = ["MLPAttention"]
-
 
 class MLPAttention(AdditiveAttention):
     """Additive attention under the oldest name the course gave it.

@@ -23,8 +23,6 @@ from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.pool_in_chunks import plain_scores, products_dtype, scores_and_keys
 from bahdanau_fast.run import pool
 
-__all__ = ["AttentionPooling"]
-
 # What variances are at least: by rounding they may be negative.
 LEAST_VARIANCE = 1e-7
 

@@ -44,22 +44,6 @@ from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 from bahdanau_fast.reference import ScoreTerms
 
-__all__ = [
-    "NEED",
-    "InputGrads",
-    "attend_scores",
-    "attention",
-    "attention_backward",
-    "attention_gradients",
-    "exp_keys",
-    "fingerprint",
-    "gradient_like",
-    "gradients_like",
-    "needs_of",
-    "recorded_fake",
-    "terms_of",
-]
-
 #: What ``attention`` is differentiated by, in its order.
 INPUTS = ("queries", "keys", "values", "w_v", "w_q", "w_k", "bias", "features", "w_f")
 #: Bits of `needs`: which gradients a backward is to compute.

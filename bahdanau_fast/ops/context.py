@@ -20,8 +20,6 @@ from torch import Tensor
 from bahdanau_fast.ops.dropout import dropout_factors
 from bahdanau_fast.ops.saved_tensors import changed, will_run
 
-__all__ = ["Box", "Link", "Node", "gradients_of_context", "without_autocast"]
-
 # A leaf that no gradient comes to: a backward visits it unless it was told which gradients to find.
 with torch.inference_mode(False):
     _LEAF = torch.zeros((), device="cpu", requires_grad=True)

@@ -50,19 +50,6 @@ from bahdanau_fast.ops.operator import Operator
 from bahdanau_fast.ops.projection import linear, product, sum_of_products
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = [
-    "Arguments",
-    "Decoded",
-    "DecoderInputs",
-    "Dtypes",
-    "NonDifferentiable",
-    "OutputLayer",
-    "SpecialTokens",
-    "by_steps",
-    "decode",
-    "decode_greedily",
-]
-
 
 class Decoded(NamedTuple):
     """The results of :func:`decode`."""

@@ -15,21 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "Arguments",
-    "DecoderInputs",
-    "Dtypes",
-    "NonDifferentiable",
-    "OutputLayer",
-    "SpecialTokens",
-    "StepGrads",
-    "StepResults",
-    "cast_gradients",
-    "concat_rows",
-    "operator_arguments",
-    "padded_size",
-]
-
 #: Consecutive rows of a new tensor: all rows of another one, or the sum of two.
 RowBlock = Tensor | tuple[Tensor, Tensor]
 

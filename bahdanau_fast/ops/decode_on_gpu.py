@@ -29,8 +29,6 @@ from bahdanau_fast.ops.decode_arguments import (
 )
 from bahdanau_fast.ops.operator import NUMBERS
 
-__all__ = ["backward", "decode_greedily", "forward", "without_banned"]
-
 _aten = torch.ops.aten
 # Steps that share a backward pass over the keys: either backend takes so many queries.
 _STEPS_OF_A_PASS = 16

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bahdanau_fast.ops.operator import Operator
 
-__all__ = ["decode", "decode_backward", "decode_greedy"]
-
 
 def _fake(
     input_gates: Tensor,

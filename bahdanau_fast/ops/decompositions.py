@@ -21,8 +21,6 @@ from bahdanau_fast import reference
 from bahdanau_fast.ops.attention import attention, terms_of
 from bahdanau_fast.ops.pool_in_chunks import plain_scores, pooling_scores
 
-__all__ = ["TABLE"]
-
 
 def _attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     named = attention.named(*args, **kwargs)

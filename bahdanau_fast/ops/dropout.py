@@ -9,8 +9,6 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["dropout_factors", "dropout_seed"]
-
 
 def dropout_seed(queries: Tensor) -> Tensor:
     """A seed for the dropout mask from torch's generator, so that manual_seed governs it.

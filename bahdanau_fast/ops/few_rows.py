@@ -10,8 +10,6 @@ from torch import Tensor
 
 from bahdanau_fast.ops.operator import Operator
 
-__all__ = ["gradients", "is_there", "multiply"]
-
 
 def _backward_fake(
     grad: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool

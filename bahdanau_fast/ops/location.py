@@ -30,8 +30,6 @@ from bahdanau_fast.ops.attention import (
 )
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator
 
-__all__ = ["attend_location", "convolution_backward", "convolved"]
-
 
 def convolved(location: Tensor, w_conv: Tensor, b_conv: Tensor | None) -> Tensor:
     """Features (B,Tk,C) of the keys, from where earlier steps looked (:class:`call.Located`)."""

@@ -27,17 +27,6 @@ from bahdanau_fast.ops.context import Node, gradients_of_context
 from bahdanau_fast.ops.saved_tensors import after_backward, save_inputs, saved_inputs
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = [
-    "AttentionOperator",
-    "Named",
-    "Operator",
-    "Recorded",
-    "apart",
-    "implement",
-    "named_tuple",
-    "number_of",
-]
-
 library = torch.library.Library("bahdanau_fast", "DEF")
 
 #: Arguments of a call, by their names in the schema.

@@ -25,8 +25,6 @@ from bahdanau_fast.ops.attention import DROPOUT, LENS, attend_fake, gradients_li
 from bahdanau_fast.ops.operator import AttentionOperator, Named, Operator, named_tuple
 from bahdanau_fast.ops.pool_in_chunks import plain_scores, scores_of_sums
 
-__all__ = ["pool", "pool_backward"]
-
 #: What ``pool`` is differentiated by, in its order.
 INPUTS = ("keys", "w_v", "values", "b_v", "gate", "w", "b", "w_gate", "b_gate")
 _LAYERS = ("keys", "w", "b", "w_gate", "b_gate")

@@ -26,14 +26,6 @@ from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.operator import Operator, library
 from bahdanau_fast.ops.second_derivatives import differentiate_again
 
-__all__ = [
-    "plain_scores",
-    "pooling_scores",
-    "products_dtype",
-    "scores_and_keys",
-    "scores_of_sums",
-]
-
 # Activations of a chunk, of those that are always remembered, and of calls that plain operations
 # compute. Where fewer are remembered, a step takes less memory and more time.
 CHUNK, REMEMBERED, PLAIN = 1 << 19, 1 << 25, 1 << 20

@@ -25,17 +25,6 @@ from bahdanau_fast.ops.saved_tensors import (
     with_rows_together,
 )
 
-__all__ = [
-    "linear",
-    "multiply",
-    "multiply_turned",
-    "product",
-    "shared_linear",
-    "sum_of_products",
-    "way",
-]
-
-
 #: Rows, weight and bias to the projected rows.
 Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 

@@ -15,18 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BackwardToken",
-    "PendingBackwards",
-    "SavedTensors",
-    "after_backward",
-    "changed",
-    "save_inputs",
-    "saved_inputs",
-    "will_run",
-    "with_rows_together",
-]
-
 
 class PendingBackwards:
     """The calls whose backward may still come to the nodes they share, from any thread."""

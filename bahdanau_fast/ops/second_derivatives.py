@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["differentiate_again"]
-
 
 def differentiate_again(
     function: Callable[..., Sequence[Tensor]],

@@ -16,8 +16,6 @@ from torch import Tensor
 from bahdanau_fast.ops.attention import NEED, attention, attention_backward, exp_keys
 from bahdanau_fast.ops.operator import Operator
 
-__all__ = ["register_for"]
-
 
 def register_for(tensor: Tensor) -> None:
     """Register the rules below before an operator meets a subclass of Tensor."""

@@ -30,8 +30,6 @@ from bahdanau_fast.ops.attention import Step, attend_backward_keys, fingerprint,
 from bahdanau_fast.ops.context import without_autocast
 from bahdanau_fast.ops.saved_tensors import PendingBackwards, SavedTensors
 
-__all__ = ["SharedNode", "share"]
-
 
 class Left:
     """What the calls of one backward pass leave."""

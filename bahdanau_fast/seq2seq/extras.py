@@ -3,8 +3,6 @@
 import importlib
 from typing import Any
 
-__all__ = ["require"]
-
 
 def require(module: str, what: str) -> Any:
     """Import a module, or say how it is installed."""

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from bahdanau_fast import checks
 
-__all__ = ["Checked", "add_options", "amount", "at_least", "choice", "count", "other", "share"]
-
 Number = TypeVar("Number", int, float)
 
 

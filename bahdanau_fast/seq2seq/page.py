@@ -11,8 +11,6 @@ from typing import Any
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.search.translator import Translation, shown
 
-__all__ = ["attention_page"]
-
 
 def attention_page(translations: Sequence[Translation]) -> str:
     """HTML that shows attention weights word by word, in one file that needs no network.

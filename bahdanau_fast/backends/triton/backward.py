@@ -21,8 +21,6 @@ from bahdanau_fast.kernels.grad_step import step_keys_kernel, step_sums_kernel, 
 from bahdanau_fast.kernels.grad_tanh import grad_tanh_kernel
 from bahdanau_fast.ops.attention import NEED
 
-__all__ = ["attend_scores_backward", "attention_backward"]
-
 _OF_QUERIES = NEED["queries"] | NEED["w_q"]
 _OF_KEYS = NEED["keys"] | NEED["w_k"] | NEED["bias"] | NEED["features"] | NEED["w_f"]
 

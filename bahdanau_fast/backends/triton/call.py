@@ -21,8 +21,6 @@ from bahdanau_fast.kernels import plans
 from bahdanau_fast.kernels.masking import lengths_kernel
 from bahdanau_fast.kernels.tiles import tables_kernel
 
-__all__ = ["DTYPES", "KernelCall", "Table", "usual"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What a size of compiled code is taken for that has no hint.
 _ANY = 64

@@ -20,8 +20,6 @@ from bahdanau_fast.kernels.rational_terms import rational_scores_kernel, rationa
 from bahdanau_fast.kernels.scores import scores_kernel
 from bahdanau_fast.kernels.softmax import softmax_kernel
 
-__all__ = ["attend_scores", "attention", "recorded"]
-
 
 @PlanCache
 def attention(steps: Steps, *args: Any) -> tuple[Tensor, ...]:

@@ -22,8 +22,6 @@ from triton.compiler import CompiledKernel
 
 from bahdanau_fast import switches
 
-__all__ = ["MOST_PLANS", "PlanCache", "Recorder", "Steps", "TracingSteps", "plans", "precision"]
-
 #: Plans that are cached, of all operators together; then they begin anew.
 MOST_PLANS = 4096
 

@@ -27,8 +27,6 @@ from bahdanau_fast.seq2seq.search.translator import Translation, Translator
 from bahdanau_fast.seq2seq.training.runs import Run, described
 from bahdanau_fast.seq2seq.training.trainer import join
 
-__all__ = ["check_folder", "evaluate", "note", "plot", "train", "translate"]
-
 
 def train(options: argparse.Namespace) -> int:
     """Train, or resume a training, in a folder."""

@@ -11,8 +11,6 @@ from bahdanau_fast.seq2seq.data.corpus import TextSettings
 from bahdanau_fast.seq2seq.model.settings import TRAINING
 from bahdanau_fast.seq2seq.options import add_options, at_least
 
-__all__ = ["add_commands"]
-
 _TRAIN = """\
 Learn to translate from a UTF-8 text file with one pair per line: the source, a tab, the target.
 Further columns are ignored: files of Tatoeba and ManyThings can be used as they are. Without --data

@@ -7,8 +7,6 @@ import time
 
 import torch
 
-__all__ = ["HELPS", "busy"]
-
 HELPS = "OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=passive,"
 
 _SECONDS = 0.2  # many turns of a scheduler, so that a lucky one decides nothing

@@ -27,8 +27,6 @@ from bahdanau_fast.seq2seq.model.settings import Settings, build_model
 from bahdanau_fast.seq2seq.search.translator import Translation, translate
 from bahdanau_fast.seq2seq.training.trainer import Trainer, all_batches, total_steps, train
 
-__all__ = ["DemoSizes", "compare_training", "relative_difference", "run", "time_attention"]
-
 EXACT_MATCH_GOAL, LOSS_GOAL, VERDICTS = 0.95, 1e-3, ("FAIL", "PASS")
 
 

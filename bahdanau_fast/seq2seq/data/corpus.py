@@ -17,8 +17,6 @@ from bahdanau_fast.seq2seq import options
 from bahdanau_fast.seq2seq.data import dates
 from bahdanau_fast.seq2seq.data.pairs import Pairs, Vocabs
 
-__all__ = ["Corpus", "RawPair", "TextSettings", "guess_tokens", "join", "read", "split", "tokenize"]
-
 DATES = 22_000  # number of synthetic dates without a file
 
 RawPair = tuple[str, str]

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from bahdanau_fast import checks
 
-__all__ = ["LANGUAGES", "Example", "Language", "generate", "write"]
-
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 
 

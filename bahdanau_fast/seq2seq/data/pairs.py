@@ -13,8 +13,6 @@ from torch import Tensor
 
 from bahdanau_fast import checks
 
-__all__ = ["BOS", "EOS", "PAD", "UNK", "Batch", "Pairs", "Vocab", "Vocabs", "batches", "encode"]
-
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 

@@ -15,8 +15,6 @@ import torch
 
 from bahdanau_fast import checks
 
-__all__ = ["BEST", "LAST", "find", "fitting", "last_validation", "load", "save"]
-
 BEST, LAST = "best.pt", "last.pt"
 
 _FORMAT = 1

@@ -32,8 +32,6 @@ from bahdanau_fast.seq2seq.model.encoder_decoder import (
     rename,
 )
 
-__all__ = ["Seq2SeqAttentionDecoder", "Seq2SeqDecoder", "State", "StepDecoder"]
-
 State: TypeAlias = list[Any]
 """A decoder state ``[enc_outputs (B,Tk,features), hidden, enc_valid_lens]``."""
 

@@ -16,8 +16,6 @@ from bahdanau_fast.seq2seq.model.decoders import (
 )
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Seq2SeqEncoder, init_xavier
 
-__all__ = ["METRICS", "TRAINING", "Settings", "build_model"]
-
 METRICS = {"loss": "loss", "bleu": "BLEU", "chrf": "chrF"}
 """Metrics of the validation set, and their names in print."""
 

@@ -18,8 +18,6 @@ from bahdanau_fast.seq2seq.data.pairs import BOS, EOS, PAD, UNK
 from bahdanau_fast.seq2seq.model.decoders import StepDecoder
 from bahdanau_fast.seq2seq.model.encoder_decoder import EncoderDecoder, Hidden
 
-__all__ = ["Beam", "BeamStep", "Hypotheses", "beam_search", "started"]
-
 _MIN_COVERAGE = 1e-9  # summed attention of a source token is at least this, so that log is finite
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from bahdanau_fast import checks
 from bahdanau_fast.seq2seq.extras import require
 
-__all__ = ["CorpusScores", "bleu", "corpus_scores"]
-
 
 def bleu(pred: str | Sequence[str], label: str | Sequence[str], k: int) -> float:
     """The course's BLEU of one text: ``exp(min(0, 1 - m/n)) prod_{i<=min(k,n)} p_i^(1/2^i)``.

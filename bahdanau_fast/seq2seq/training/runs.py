@@ -24,8 +24,6 @@ from bahdanau_fast.seq2seq.search.translator import Translator, settings_of, voc
 from bahdanau_fast.seq2seq.training import trainer
 from bahdanau_fast.seq2seq.training.trainer import ALONE, History, Progress, Trainer, World
 
-__all__ = ["Run", "described"]
-
 # Most pairs that a validation translates; the validation loss is that of all pairs.
 _TRANSLATED = 1000
 
