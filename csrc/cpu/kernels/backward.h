@@ -140,6 +140,7 @@ void grad_softmax(const Problem& p, const Backward& g, int64_t b, void* scores_i
       dot += block_dot;
     }
     const double mean = dot / total;
+    if (p.halved) total *= 2;
     for (int64_t j = 0; j < keys; ++j)
       scores[j] = A(double(widen(weights[j])) / total * (double(scores[j]) - mean));
     for (int64_t j = keys; j < p.Tk; ++j) scores[j] = A(0);

@@ -50,6 +50,8 @@ struct Problem : Operands {
   Inside inside;
   // Scores are activations of sums; else tanh by products of exponentials, without features.
   bool from_sums = false;
+  // Scores are halves of what sigmoid has, of tanh of halved sums: their gradients are halved, too.
+  bool halved = false;
   // Pooling without a query (sums/heads.h): its heads stand where queries do, and `queries` has one
   // row of weights for each, the same for the whole batch. `keys` are the sums inside tanh.
   bool pools = false;

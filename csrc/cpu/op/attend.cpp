@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor> attend(const AttentionArguments& args, bool need_weig
   const auto& [queries, keys, w_v, w_q, w_k] =
       std::tie(args.queries, args.keys, args.w_v, args.w_q, args.w_k);
   const auto results = [&, precise = precise || w_k.has_value()](const auto& q, const auto& k) {
-    return attend_to(Inputs(q, k, args, exponentials_for(q), precise), need_weights, narrow);
+    return attend_to(Inputs(q, k, args, exponentials_for(q), precise, true), need_weights, narrow);
   };
   if (!w_q.has_value() && !w_k.has_value()) return results(queries, keys);
   const int64_t hidden = w_v.numel();
@@ -154,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_recorded(const Attenti
                                                                    bool, bool, bool narrow) {
   check_table(args);
   const Side q = queries_of(args), k = keys_of(args);
-  const Inputs in(q.rows(), k.rows(), args, exponentials_for(q.rows()));
+  const Inputs in(q.rows(), k.rows(), args, exponentials_for(q.rows()), true, true);
   const auto [context, weights] = attend_to(in, true, narrow);
   const auto none = [&](ScalarType type) { return new_tensor({0}, type); };
   const bool counted = args.valid_lens.has_value() && !args.mask.has_value();
@@ -170,7 +170,7 @@ using NineGradients =
 NineGradients backward(const Tensor& queries, const Tensor& keys, const AttentionArguments& args,
                        const Tensor& weights, const MaybeTensor& grad_context,
                        const MaybeTensor& grad_weights, int64_t needs, Tensor* onto = nullptr) {
-  Inputs in(queries, keys, args, Exponentials::as_read);
+  Inputs in(queries, keys, args, Exponentials::as_read, true, onto == nullptr);
   in.problem.from_sums |= onto != nullptr;  // only that kernel adds to a sum
   Tensor grad_queries = gradient(queries, needs & need_queries);
   KeyGradients grads(keys, args.values, args.w_v, needs);

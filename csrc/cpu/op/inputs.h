@@ -85,10 +85,11 @@ struct PoolingArguments {
 // A Problem, and all the memory it points to.
 struct Inputs {
   // Projected queries and keys, each a Tensor or OwnRows, and what else `args` has. `precise`: a
-  // gradient may be asked for, or as exact a result.
+  // gradient may be asked for, or as exact a result. `halves`: scores need not be those of sigmoid,
+  // as only their differences count.
   template <class Queries, class Keys>
   Inputs(const Queries& queries, const Keys& keys, const AttentionArguments& args,
-         Exponentials exponentials, bool precise = true);
+         Exponentials exponentials, bool precise = true, bool halves = false);
 
   explicit Inputs(const PoolingArguments& args);
 
@@ -107,6 +108,7 @@ struct Inputs {
   void set_inside(const AttentionArguments& args);
   template <class A>
   void set_features(const Tensor& features, const Tensor& w_f);
+  void halve();
   void set_table(const MaybeTensor& table, const MaybeTensor& keys_max, Exponentials exponentials);
 
   std::vector<Tensor> owned_;

@@ -1,4 +1,5 @@
-// Scores with features or another activation inside, and those of a single query without a table:
+// Scores with features or another activation inside, and those of a single query without a table;
+// sigmoid of several queries is half a tanh (Inputs::halve):
 //
 //   score[i,j] = w . act(a[i] + c[j] + W_f f[j])
 //
