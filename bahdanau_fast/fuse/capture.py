@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported, UserError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from bahdanau_fast.fuse.choice import GraphError
 from bahdanau_fast.fuse.compiling import rewrite
@@ -32,6 +33,8 @@ _OPTIONS = {
     "optimize_ddp": False,
 }
 _GRAPHS, _ALWAYS = 12, 32
+# Of what torch captures in parts alone.
+_IN_PARTS = Unsupported, UserError, GuardOnDataDependentSymNode
 
 
 _numbers = itertools.count()
@@ -91,11 +94,11 @@ class Capture:
             if not way.whole:
                 raise error.__cause__ or error from None
             return forward(module, *args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, *_IN_PARTS) as error:
             if not way.whole:
                 raise
             # While the whole was captured: nothing has run.
-            if way.fresh and not isinstance(error, (Unsupported, UserError)):
+            if way.fresh and not isinstance(error, _IN_PARTS):
                 return self._refuse(error, module, forward, args, kwargs)
             if way.fresh:
                 way.compile(whole=False)

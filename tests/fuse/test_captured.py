@@ -79,6 +79,11 @@ def inside(m, q, k, mask):
     return checkpoint(lambda q: weigh(m.scores(q, k), k)[0], q, use_reentrant=True)
 
 
+def listed(m, q, k, mask):
+    """A list whose length is data, which torch's compiler cannot know."""
+    return *weigh(m.scores(q, k), k), mask.nonzero().tolist()
+
+
 WAYS = {
     "a mask joined in place": written(lambda mask: mask.__ior__(mask.roll(1, 1))),
     "a mask by its operator": written(
@@ -88,6 +93,7 @@ WAYS = {
     "NumPy's random numbers": noisy,
     "weights that are viewed": turned,
     "a reentrant checkpoint": inside,
+    "a list as long as the data say": listed,
 }
 
 
