@@ -1,5 +1,6 @@
 """Workers that share the suite keep out of each other's way, and end together."""
 
+import atexit
 import gc
 import os
 import sys
@@ -68,9 +69,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is loaded by now stays: collections of garbage need not look at it any more."""
+    """What is loaded by now stays: until Python ends no collection of garbage looks at it.
+
+    At the end it goes, since some libraries report what is left as their leaks.
+    """
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
