@@ -1,10 +1,10 @@
-"""PEFT and accelerate, the packages themselves, on each of the layers."""
+"""PEFT and accelerate, the packages themselves, on each of the layers.
 
-import accelerate
-import peft
+They are imported where they are used: it takes seconds, and every worker collects this file.
+"""
+
 import pytest
 import torch
-from accelerate import hooks
 from decoders import CELLS, EXACT, call, given, layer
 from ways.layers import there, ways
 from ways.modes import play, variants
@@ -18,6 +18,8 @@ SIZES = pytest.mark.parametrize("size", [SMALL, REMEMBERED], ids=["small", "larg
 
 def lora(side, targets, **options):
     """The module under PEFT, with adapters that are not zero as LoRA's are at first."""
+    import peft
+
     config = peft.LoraConfig(r=2, lora_alpha=8, target_modules=targets, **options)
     side.module = peft.get_peft_model(side.module, config)
     with torch.no_grad():
@@ -26,14 +28,18 @@ def lora(side, targets, **options):
                 parameter.copy_(0.5 * side.draw(*parameter.shape))
 
 
-class Tripled(hooks.ModelHook):
-    """A hook of accelerate's that changes what the layer gets and gives."""
+def tripled(layer):
+    """Puts a hook of accelerate's on it that changes what the layer gets and gives."""
+    from accelerate import hooks
 
-    def pre_forward(self, module, *args, **kwargs):
-        return (args[0] * 0.5,), kwargs
+    class Tripled(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            return (args[0] * 0.5,), kwargs
 
-    def post_forward(self, module, output):
-        return output * 3.0
+        def post_forward(self, module, output):
+            return output * 3.0
+
+    hooks.add_hook_to_module(layer, Tripled())
 
 
 WAYS = ways(
@@ -41,9 +47,7 @@ WAYS = ways(
     {
         "LoRA": lambda side: lora(side, [side.place]),
         "DoRA": lambda side: lora(side, [side.place], use_dora=True),
-        "a hook of accelerate's": there(
-            lambda layer: hooks.add_hook_to_module(layer, Tripled()) and None
-        ),
+        "a hook of accelerate's": there(tripled),
     },
     kinds=("additive", "memory"),
 )
@@ -101,6 +105,8 @@ def test_lora_with_dropout(name):
 
 
 def offload(kind, module, folder):
+    import accelerate
+
     if kind == "cpu_offload":
         return accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
     if kind == "disk_offload":
@@ -134,6 +140,8 @@ def test_weights_that_are_there_in_the_call_alone(kind, bias, size, tmp_path):
 
 @pytest.mark.parametrize("cls", CELLS)
 def test_a_decoder_with_its_weights_offloaded(cls):
+    import accelerate
+
     module, tensors = layer(cls, 2), given(cls, 2)
     with torch.no_grad():
         want = call(module, tensors)
