@@ -10,6 +10,7 @@ functions are in runtime.cpp, and ask :class:`Mock` what a GPU answers.
 
 import ctypes
 import functools
+import os
 import re
 import struct
 from contextlib import contextmanager
@@ -28,8 +29,7 @@ from ptx_machine import built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-SOURCES = HERE / "runtime.cpp", *sorted((ROOT / "csrc/cuda/op").glob("*.cpp"))
-KERNELS = sorted((ROOT / "csrc/cuda/op").glob("*.cu"))
+SOURCES = HERE / "runtime.cpp", *sorted((ROOT / "csrc/cuda/op").glob("*.c*"))
 # Functions of torch that give memory: runtime.cpp says where.
 WRAPPED = "aoti_torch_empty_strided", "torch_call_dispatcher"
 ANSWERS = ctypes.CFUNCTYPE(
@@ -63,13 +63,14 @@ def library():
     command = [
         *("g++", "-std=c++17", "-O0", "-w", "-fpermissive", "-fPIC", "-shared", "-fno-gnu-unique"),
         *("-DTORCH_TARGET_VERSION=0x020a000000000000", "-DBAHDANAU_FAST_LAB"),
-        *(*includes, *map(str, SOURCES)),
-        *("-x", "c++", *map(str, KERNELS), "-x", "none"),
+        # As one file, which reads each header once: half the time.
+        *(*includes, *(word for source in SOURCES for word in ("-include", str(source)))),
+        *("-x", "c++", os.devnull, "-x", "none"),
         *("-Wl,-Bsymbolic", *(f"-Wl,--wrap={name}" for name in WRAPPED)),
         *(*libraries, "-ltorch_cpu", "-ldl"),
     ]
     own = [path for folder in (csrc / "common", csrc / "cuda") for path in folder.rglob("*.h")]
-    files = [*SOURCES, *KERNELS, HERE / "cuda_runtime.h", *sorted(own)]
+    files = [*SOURCES, HERE / "cuda_runtime.h", *sorted(own)]
     return built("mock_cuda/library", files, command)
 
 
