@@ -183,8 +183,11 @@ def test_the_demo_overwrites_nothing_without_saying_so(name, tmp_path, monkeypat
 def test_output_that_nobody_takes(argument, full, unbuffered, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
-    taker = open("/dev/full" if full else writer, "wb", buffering=0 if unbuffered else -1)
-    with taker, io.TextIOWrapper(taker, write_through=unbuffered) as stdout:  # flushed at its end
+    taker, buffering = "/dev/full" if full else writer, 0 if unbuffered else -1
+    with (
+        open(taker, "wb", buffering) as binary,
+        io.TextIOWrapper(binary, write_through=unbuffered) as stdout,  # at its end it is flushed
+    ):
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main([argument]) == (2 if full else 141)
     said = "bahdanau_fast: error: [Errno 28] No space left on device\n" if full else ""
