@@ -54,8 +54,14 @@ follow_imports_for_stubs = True
 CODES = ["call-arg", "call-arg", "union-attr", "call-overload"]
 
 
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """What was read of torch already, which takes most of the time."""
+    return tmp_path_factory.mktemp("read")
+
+
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_of_a_users_script(kind, tmp_path):
+def test_of_a_users_script(kind, read, tmp_path):
     pytest.importorskip("mypy", reason="pip install --group lint")
     script, config = tmp_path / "script.py", tmp_path / "config"
     script.write_text(SCRIPT + WRONG)
@@ -67,7 +73,7 @@ def test_of_a_users_script(kind, tmp_path):
     shutil.unpack_archive(wheel, site, "zip")
     (site / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
     users = ["--python-executable", str(tmp_path / "venv/bin/python"), "--config-file", str(config)]
-    command = ["-m", "mypy", *users, "--cache-dir", str(tmp_path), str(script)]
+    command = ["-m", "mypy", *users, "--cache-dir", str(read), str(script)]
     done = python(*command, cwd=tmp_path, check=False)
     found = [line for line in done.stdout.splitlines() if ": error: " in line]
     codes = [line.rsplit("[")[-1].rstrip("]") for line in found]
