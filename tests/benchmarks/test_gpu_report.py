@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -33,7 +34,6 @@ MACHINE = ("-m", "benchmarks.machine")
     ("command", "stub", "said"),
     [
         ([sys.executable, "-S", *MACHINE], None, "no torch: "),
-        ([sys.executable, *MACHINE], None, "a CPU torch: "),
         (
             [sys.executable, *MACHINE],
             BLIND,
@@ -57,6 +57,17 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2(command, stub, said, tmp_p
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith(f"gpu-report: {said}")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is for GPUs")
+def test_a_torch_for_the_cpu_is_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["machine"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "benchmarks/machine.py"), run_name="__main__")
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("gpu-report: a CPU torch: ")
 
 
 # ---- rows that fail ------------------------------------------------------------------------------
@@ -304,7 +315,8 @@ def test_a_report_of_the_cpu(tmp_path):
     (tmp_path / "planted.py").write_text(SMALL_STAGES)
     out = tmp_path / "out"
     code = (
-        "import sys; from benchmarks import gpu_report; gpu_report.SOURCE = 'planted'\n"
+        "import sys, torch._dynamo  # once, not in the process of each stage\n"
+        "from benchmarks import gpu_report; gpu_report.SOURCE = 'planted'\n"
         "gpu_report.STAGES = {n: (s, 1) for n, (s, _) in gpu_report.STAGES.items()}\n"
         f"sys.exit(gpu_report.main(['--device', 'cpu', '--out', {str(out)!r}]))"
     )
