@@ -18,7 +18,7 @@ import torch
 from bahdanau_fast import check, cli
 from bahdanau_fast.check import families, problems
 
-SILENCE = 2.0  # where something hangs
+SILENCE = 1.0  # where something hangs
 WITHOUT_STREAMS = {
     "two streams": lambda of, run: [(i, run(of[i])) for i in (0, 1)],
     "replayed": lambda of, run: [(1, run(of[1]))],
