@@ -35,7 +35,7 @@ _COPIES = {"repeat", "type_as", "to", "clone"}
 
 def activates_sum(graph: Graph, anchor: int) -> tuple[bool, bool]:
     """Whether a call activates a sum of several tensors, and whether it broadcasts one of them."""
-    todo = graph.nodes[anchor].refs()[:1]
+    todo = graph.nodes[anchor].refs[:1]
     several = repeats = False
     rows = math.prod(graph.values[todo[0]].shape[:-1]) if todo else 0
     for v in todo:
@@ -46,7 +46,7 @@ def activates_sum(graph: Graph, anchor: int) -> tuple[bool, bool]:
             repeats |= bool(fewer) and not value.constant
             if value.maker is not None and len(todo) < 16:
                 node = graph.nodes[value.maker]
-                todo += node.refs() if node.name in CONTRACTIONS else ()
+                todo += node.refs if node.name in CONTRACTIONS else ()
     return several, repeats
 
 
@@ -94,7 +94,7 @@ class _Finder(Softmax, Pooling):
         numbers = [x for x in (*node.args[1:2], *node.kwargs.values()) if type(x) in (int, float)]
         slope = float([*numbers, 0.01][0])
         self.p = Piece(anchor, node.name, slope, node.out[0], deferred={anchor})
-        self.total, self.maybe_later = int(node.refs()[0]), False
+        self.total, self.maybe_later = int(node.refs[0]), False
 
     def piece(self) -> Piece:
         self.maybe_later = not self.graph.values[self.p.activated].numel
@@ -239,7 +239,7 @@ class _Finder(Softmax, Pooling):
         users = {j for j in graph.values[v].users if v in graph.nodes[j].operands()}
         if i is None or i in self.pinned or len(users) > 1:
             raise NotFusable("is needed")
-        node, refs = graph.nodes[i], list(dict.fromkeys(graph.nodes[i].refs()))
+        node, refs = graph.nodes[i], list(dict.fromkeys(graph.nodes[i].refs))
         usual = node.name in CONTRACTIONS and node.single and not node.writes
         require(usual and 1 < len(refs) < 4, "is no product")
         bias = refs.pop(0 if node.name == "addmm" else 2) if len(refs) == 3 else None
@@ -351,7 +351,7 @@ class _Finder(Softmax, Pooling):
         p.insert_before = p.end
         for i in sorted(p.deferred):
             n = graph.nodes[i]
-            outputs.update(n.out if outputs.intersection(n.refs()) else ())
+            outputs.update(n.out if outputs.intersection(n.refs) else ())
             early = [j for v in n.out if v in outputs for j in values[v].users if j not in calls]
             p.insert_before = min([p.insert_before, *early])
         makers = [values[v].maker for v in inputs if v >= 0]
@@ -369,7 +369,7 @@ class _Finder(Softmax, Pooling):
         """Others write to nothing that the operator reads, or that is read before it."""
         graph, p, values = self.graph, self.p, self.graph.values
         inputs = {v.storage for v in values if v.maker is None}
-        read_by = {i: self.storages(graph.nodes[i].refs()) for i in calls | p.immediate}
+        read_by = {i: self.storages(graph.nodes[i].refs) for i in calls | p.immediate}
         for i in {*range(min(read_by), p.end)} - calls:
             written = self.storages(v for v, _ in graph.nodes[i].writes)
             before = {j for j in calls if j < i and read_by[j] & written}
@@ -380,7 +380,7 @@ class _Finder(Softmax, Pooling):
                 self.pinned |= before
                 raise _Written
         # The operator saves what it reads, where a call may have saved a copy.
-        outer = [v for i in calls for v in graph.nodes[i].refs() if values[v].maker not in calls]
+        outer = [v for i in calls for v in graph.nodes[i].refs if values[v].maker not in calls]
         later = self.storages(v for n in graph.nodes[p.end :] for v, _ in n.writes)
         saved = self.storages(outer) if graph.nodes[p.anchor].state.grad else set()
         require(not saved & later, "what it reads is written to later")

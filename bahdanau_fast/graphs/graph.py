@@ -6,11 +6,13 @@ out again on tensors of our own, at the sizes of the call or at small ones.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +97,8 @@ class Value:
         return None if self.tensor is None else self._storage
 
 
-class Node(NamedTuple):
+@dataclass(frozen=True)
+class Node:
     """A call of a function of torch; tensors are numbers."""
 
     func: Any
@@ -109,6 +112,7 @@ class Node(NamedTuple):
     pinned: bool = False  # cannot be replaced: hooks see what it saves, or numbers are computed
     source: str = ""  # file and line of the user's code
 
+    @functools.cached_property
     def refs(self) -> list[int]:
         """Numbers of its tensors."""
         return tensors((self.args, self.kwargs))
@@ -116,8 +120,8 @@ class Node(NamedTuple):
     def operands(self) -> list[int]:
         """Its tensors without those that give a shape or dtype alone, as in ``view_as``."""
         if self.name in _LIKE:
-            return self.refs()[1:]
-        return self.refs()[: 1 if self.name.endswith("_as") or self.name == "to" else None]
+            return self.refs[1:]
+        return self.refs[: 1 if self.name.endswith("_as") or self.name == "to" else None]
 
 
 def tree_map(f: Callable[[Any], Any], x: Any) -> Any:
@@ -186,7 +190,7 @@ class Graph:
 
     def append(self, node: Node) -> None:
         """Add the next node."""
-        for ref in dict.fromkeys(node.refs()):
+        for ref in dict.fromkeys(node.refs):
             self.values[ref].users.append(len(self.nodes))
         self.nodes.append(node)
 
@@ -196,7 +200,7 @@ class Graph:
     ) -> list[Tensor]:  # fmt: skip
         """Outputs of some nodes at these sizes, from a feed of their inputs; exactly in fp64."""
         env, order = dict(feed), sorted(ids)
-        last = {v: i for i in order for v in self.nodes[i].refs() if v not in {*outputs, *feed}}
+        last = {v: i for i in order for v in self.nodes[i].refs if v not in {*outputs, *feed}}
         fed_storages = {self.values[v].storage for v in feed}
 
         def fill(x: Any) -> Any:
@@ -216,7 +220,7 @@ class Graph:
                 filled = tree_map(_double, filled)
             out = func(*filled[0], **filled[1])
             env.update(zip(node.out, [out] if node.single else tensors(out), strict=False))
-            for v in [v for v in node.refs() if last.get(v) == i]:
+            for v in [v for v in node.refs if last.get(v) == i]:
                 env.pop(v, None)  # as the user's code lets go of it
         return [env[number] for number in outputs]
 

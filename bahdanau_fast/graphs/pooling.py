@@ -22,8 +22,8 @@ _ACTIVATIONS = {"tanh", "relu"}  # the gate is of tanh alone
 def activates_projection(graph: Graph, anchor: int) -> bool:
     """Whether a call activates a product with a parameter, as which pooling begins."""
     node, values = graph.nodes[anchor], graph.values
-    usual = node.name in _ACTIVATIONS and node.refs() and node.source
-    leaves = trace_back(graph, node.refs()[0])[1] if usual else []
+    usual = node.name in _ACTIVATIONS and node.refs and node.source
+    leaves = trace_back(graph, node.refs[0])[1] if usual else []
     nodes = [graph.nodes[i] for i in (values[v].maker for v in leaves) if i is not None]
     return any(
         n.name in CONTRACTIONS and any(values[v].constant for v in n.operands()) for n in nodes
@@ -74,7 +74,7 @@ class Pooling(ScoreAxes):
             return none
         more |= {j for j in values[other].users if _idle(nodes[j])}
         p.deferred |= ids | more | {maker}
-        return out, nodes[maker].refs()[0]
+        return out, nodes[maker].refs[0]
 
     def find_pooling(self) -> bool:
         """Whether rows are projected by parameters and nothing is added, nor gated by others."""

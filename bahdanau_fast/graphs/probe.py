@@ -44,7 +44,7 @@ _F64 = torch.float64
 
 def _moves(graph: Graph, node: Node) -> bool:
     """Whether a call only moves or adds, and keeps all elements of its operands."""
-    refs = node.refs()
+    refs = node.refs
     if node.name in ("getitem", "select"):
         sizes = [graph.values[v].numel for v in (*refs, *node.out)]
         return len(sizes) == 2 and sizes[0] == sizes[1]
@@ -73,14 +73,14 @@ def trace_back(
 def small_sizes(graph: Graph, anchor: int, unlike: SmallSizes | None = None) -> SmallSizes:
     """Small sizes for what is around an activation, ``unlike`` others."""
     node = graph.nodes[anchor]
-    seen, after, todo = {*node.out}, [*node.out], node.refs()
+    seen, after, todo = {*node.out}, [*node.out], [*node.refs]
     joined: set[int] = set()
     while todo:
         v = todo.pop()
         i = graph.values[v].maker
         seen.add(v)
         if i is not None and graph.nodes[i].name in _MOVES | CONTRACTIONS:
-            refs = graph.nodes[i].refs()
+            refs = graph.nodes[i].refs
             todo += [ref for ref in refs if ref not in seen]
             if graph.nodes[i].name in _JOINS:
                 axes = zip(*(graph.values[ref].shape for ref in (v, *refs)), strict=False)
@@ -88,7 +88,7 @@ def small_sizes(graph: Graph, anchor: int, unlike: SmallSizes | None = None) -> 
     for v in itertools.islice(after, 16):
         for user in [graph.nodes[i] for i in graph.values[v].users if i >= anchor]:
             if user.name in _BEHIND_SCORES:
-                seen.update(user.refs(), user.out)
+                seen.update(user.refs, user.out)
                 after += user.out
     return SmallSizes.of([graph.values[v] for v in seen], joined, unlike)
 
@@ -107,7 +107,7 @@ class Probe:
     def run(self, ids: Iterable[int], feed: dict[int, Tensor], output: int) -> Tensor:
         """A tensor that nodes make of others."""
         nodes = [self.graph.nodes[i] for i in ids]
-        feed = self.zeros(v for n in nodes for v in n.refs() if v not in n.operands()) | feed
+        feed = self.zeros(v for n in nodes for v in n.refs if v not in n.operands()) | feed
         feed = {v: self.graph.values[v].with_layout(x) for v, x in feed.items()}
         result = self.graph.evaluate(ids, feed, [output], self.sizes)[0]
         require(result.shape == self.shape(output), "its sizes depend on each other")

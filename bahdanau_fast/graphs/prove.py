@@ -56,7 +56,7 @@ class _Trial:
         self.ids = {*piece.deferred, *self.before, piece.end}
         self.state = graph.nodes[piece.end].state._replace(inference=False)
         self.outputs = piece.outputs
-        read = {*plan.inputs, *(v for i in self.ids for v in graph.nodes[i].refs())}
+        read = {*plan.inputs, *(v for i in self.ids for v in graph.nodes[i].refs)}
         self.read = sorted(v for v in read if graph.values[v].maker not in self.ids)
         # By output or gradient: errors of both, plain first, and the largest exact element.
         self.errors: dict[int, tuple[float, float, float]] = {}

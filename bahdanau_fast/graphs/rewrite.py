@@ -151,7 +151,7 @@ def _calls_that_stay(graph: Graph, piece: Piece) -> set[int]:
         i = todo.pop()
         if i not in stay:
             stay.add(i)
-            makers = [graph.values[v].maker for v in graph.nodes[i].refs() if v != piece.weights]
+            makers = [graph.values[v].maker for v in graph.nodes[i].refs if v != piece.weights]
             todo += [j for j in makers if j in piece.deferred]
     return stay
 

@@ -72,7 +72,7 @@ class Softmax(Probe):
 
     def _add_score_op(self, n: Node, v: int) -> None:
         """Scores are added to, multiplied or divided by one number."""
-        p, refs = self.p, n.refs()
+        p, refs = self.p, n.refs
         by = n.args[1] if len(n.args) > 1 else None
         if len(n.args) == 2 and type(n.args[0]) in (int, float):
             by = n.args[0]
@@ -112,7 +112,7 @@ class Softmax(Probe):
         elif len(users) == 2 and {*names} & {"max", "amax"} and "sub" in names:
             i, j = sorted(users)  # the largest is subtracted, which changes no weight
             views, ids = self._views(i)
-            first, *others = nodes[j].refs()
+            first, *others = nodes[j].refs
             require(first == v and others[-1] in views, "is read elsewhere")
             p.deferred |= ids | {i, j}
             (v,) = nodes[j].out
@@ -127,7 +127,7 @@ class Softmax(Probe):
         for v in views:
             for j in self.graph.values[v].users:
                 n = self.graph.nodes[j]
-                if n.name in VIEWS | {"detach", "expand", "expand_as"} and n.refs()[0] == v:
+                if n.name in VIEWS | {"detach", "expand", "expand_as"} and n.refs[0] == v:
                     ids.add(j)
                     views += n.out
         return views, ids
@@ -151,8 +151,8 @@ class Softmax(Probe):
         nodes, values = self.graph.nodes, self.graph.values
         users = sorted(values[v].users)
         quotient = nodes[users[-1]] if len(users) > 1 else None
-        if quotient is not None and quotient.name in QUOTIENTS and quotient.refs()[0] == v:
-            self._divided(v, users[-1], int(quotient.refs()[-1]))
+        if quotient is not None and quotient.name in QUOTIENTS and quotient.refs[0] == v:
+            self._divided(v, users[-1], int(quotient.refs[-1]))
             return False
         if self.key_index is None:
             return True
@@ -222,7 +222,7 @@ class Softmax(Probe):
 
     def _factor(self, n: Node, v: int) -> int | None:
         """The other tensor that a call computes with, where it may be a mask."""
-        refs = n.refs()
+        refs = n.refs
         if len(refs) != 2 or v not in refs or n.kwargs or (n.name == "sub" and refs[0] != v):
             return None
         other = int(refs[refs[0] == v])
@@ -238,7 +238,7 @@ class Softmax(Probe):
             p.mask_calls |= ids
             like = {v}  # calls that have a shape or dtype of the scores are put off as these are
             for i in sorted(ids):
-                if like.intersection(self.graph.nodes[i].refs()):
+                if like.intersection(self.graph.nodes[i].refs):
                     p.deferred.add(i)
                     like.update(self.graph.nodes[i].out)
         require(type(fill) in (int, float), "fills with several numbers")
@@ -269,7 +269,7 @@ class Softmax(Probe):
         if len(leaves) > 3 or any(values[v].requires_grad or values[v].constant for v in assumed):
             return None
         # Shapes and dtypes alone of these: no random number of the user's may be drawn for them.
-        like = {v for i in ids for v in self.graph.nodes[i].refs()} - {*leaves}
+        like = {v for i in ids for v in self.graph.nodes[i].refs} - {*leaves}
         like = {v for v in like if values[v].maker not in ids}
         drawn = {v: self.random(v).to(values[v].device, values[v].dtype) for v in like}
         numbers = set[float]()
