@@ -41,7 +41,7 @@ CASES = {
     "large": {"scale": {"keys": 1e3, "queries": 1e2}},
     "small": {"scale": dict.fromkeys(parity.INPUTS, 1e-4)},
     "laid out": {"layout": {"keys": "batch_last", "values": "strided", "queries": "sliced"}},
-    "many units": {"H": 300, "Tq": 12, "B": 17, "Tk": 70},
+    "many units": {"H": 300, "B": 10, "Tk": 70},
     "long": {"B": 1, "Tk": 400, "H": 150},
 }
 
