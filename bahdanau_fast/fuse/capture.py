@@ -127,10 +127,9 @@ class Capture:
     def _refuse(self, error: Exception, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run as written what torch does not capture."""
         self._refused.add(_kind(module, args, kwargs))
-        if len(self._refused) > _REFUSED:
-            line = str(error).strip().partition("\n")[0]
-            why = f"torch's compiler leaves it: {type(error).__name__}: {line}"
-            self.record.leave("", why, True)
+        line = str(error).strip().partition("\n")[0]
+        why = f"torch's compiler leaves some of its calls: {type(error).__name__}: {line}"
+        self.record.leave("", why, len(self._refused) > _REFUSED)
         return forward(module, *args, **kwargs)
 
 

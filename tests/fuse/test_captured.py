@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from beside import ran, results, same
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 import bahdanau_fast as bf
+from bahdanau_fast.fuse import capture
 from bahdanau_fast.fuse.front import record_of
 
 B, T, H, CALLS = 3, 7, 16, 5
@@ -153,6 +155,25 @@ def test_a_mask_is_part_of_it_at_all_sizes(way, grad):
         "softmax(v . tanh(W q + W.bias + U k + U.bias) + v.bias, mask) v"
     }
     assert ran(report) == 4
+
+
+def test_a_call_that_the_compiler_leaves_is_said_at_once(monkeypatch):
+    def fails(*_):
+        raise TorchDynamoException("no such luck\nbelow")
+
+    module, compiled = Plain(lambda m, q, k, mask: weigh(m.scores(q, k), k)), capture._Way.call
+    report = bf.fuse(module, always=True)
+    monkeypatch.setattr(capture._Way, "call", fails)
+    for _ in range(CALLS):
+        module(*drawn())
+    (entry,) = report.left
+    assert entry.text.endswith("leaves some of its calls: TorchDynamoException: no such luck")
+    monkeypatch.setattr(capture._Way, "call", compiled)
+    for _ in range(CALLS):
+        module(*drawn(length=T + 1))
+    (entry,) = report.fused
+    assert "fused, " in entry.text
+    assert entry.text.endswith("no such luck")
 
 
 def test_a_class_of_torch_is_patched(monkeypatch):
