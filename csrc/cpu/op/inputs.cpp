@@ -393,7 +393,7 @@ void Inputs::set_table(const MaybeTensor& table, const MaybeTensor& keys_max,
     p.keys_max = keys_max->const_data_ptr();
     return;
   }
-  if (exponentials == Exponentials::unused && size_of(kind) == 4) {
+  if (exponentials == Exponentials::unused) {
     p.from_sums = true;
     return;
   }

@@ -61,7 +61,7 @@ void fill_tables(Kind kind, const View& keys, int64_t B, int64_t Tk, int64_t H, 
 enum class Exponentials {
   as_read,  // the kernels make them as they read the keys
   tabled,   // made first, all of them
-  unused    // tanh of the sums instead; in fp64, where that is not faster, as_read
+  unused    // tanh of the sums instead
 };
 
 // Of a forward. A single query would use each of them once; where there are several blocks of
