@@ -57,6 +57,16 @@ def test_sigmoid_in_place_of_tanh():  # CRIPAC-DIG/SR-GNN#4
     assert session.shape == (B, D)
 
 
+def test_keys_that_were_looked_at_count_less():  # yaserkl/RLSeq2Seq#8
+    """exp(score) over the sum of those of earlier steps, in place of exp(score)."""
+    attention, states = bf.AdditiveAttention(D, D, H), torch.randn(B, T, D)
+    scores = attention.scores(states, attention.memory(torch.randn(B, TK, D)))
+    earlier = scores.logcumsumexp(1)[:, :-1]
+    weights = bf.masked_softmax(scores[:, 1:] - earlier, LENS)
+    factors = (scores[:, 2].exp() / scores[:, :2].exp().sum(1)).masked_fill(PADDED, 0.0)
+    close(weights[:, 1], factors / factors.sum(1, keepdim=True))
+
+
 def test_scores_of_a_memory_know_its_lengths():  # tensorflow/addons#133
     attention = bf.AdditiveAttention(D, D, H)
     memory = attention.memory(torch.randn(B, TK, D), valid_lens=LENS)
