@@ -112,24 +112,32 @@ def _importing(wheel, top):
 
 
 def _download(top):
-    """The wheel of a package."""
-    found = sorted(WHEELS.glob(f"{top}/*.whl"))
-    if found:
-        return found[0]
-    (WHEELS / top).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=WHEELS) as folder:  # others may download it too
+    """The wheel of a package: all are asked for at once, and alone what did not come with them."""
+    start = RELEASES[top].partition("==")[0].replace("-", "_").lower()
+    problem = ""
+    for releases in ([*RELEASES.values()], [RELEASES[top]], []):
+        found = [x for x in WHEELS.glob("*.whl") if x.name.lower().startswith(f"{start}-")]
+        if found:
+            return found[0]
+        problem = _ask_for(releases) if releases else problem
+    raise UnavailableError(f"{RELEASES[top]} could not be downloaded: {problem}")
+
+
+def _ask_for(releases):
+    """Download wheels; what pip says last, where it fails."""
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WHEELS) as folder:  # others may download them too
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", folder, RELEASES[top]]
+        command += ["--only-binary", ":all:", "--dest", folder, *releases]
         how = {"capture_output": True, "text": True, "timeout": SECONDS}
         try:
             ran = subprocess.run(command, check=False, **how)
             problem = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
         except subprocess.TimeoutExpired:
             problem = f"no answer in {SECONDS} s"
-        wheels = sorted(Path(folder).glob("*.whl"))
-        if not wheels:
-            raise UnavailableError(f"{RELEASES[top]} could not be downloaded: {problem}")
-        return wheels[0].replace(WHEELS / top / wheels[0].name)
+        for wheel in Path(folder).glob("*.whl"):
+            wheel.replace(WHEELS / wheel.name)
+    return problem
 
 
 def load(module, name):
