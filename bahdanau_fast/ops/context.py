@@ -149,7 +149,7 @@ def gradients_of_context(
     factors = grad_weights = grad_values = None
     if dropout_p > 0.0:
         assert seed is not None
-        factors = dropout_factors(seed, shape, dropout_p).to(weights.dtype)
+        factors = dropout_factors(seed, shape, dropout_p, weights.dtype)
     with without_autocast(grad.device):
         if needed[0]:
             looked = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)

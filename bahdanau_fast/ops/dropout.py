@@ -29,7 +29,9 @@ def dropout_seed(queries: Tensor) -> Tensor:
     return DTensor.from_local(seed, mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
-def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
+def dropout_factors(
+    seed: Tensor, shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """What weights (B,Tq,Tk) are multiplied by: 0 or 1 / (1 - p), as in csrc/common/philox.h."""
     low = 2**32 - 1
     rows = torch.arange(shape[0] * shape[1], device=seed.device).unsqueeze(1)
@@ -46,4 +48,4 @@ def dropout_factors(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> T
         key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
     numbers = torch.stack(counter, -1).flatten(1)[:, : shape[2]].view(shape)
     scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-    return torch.where(numbers >= -int(-dropout_p * 2**32 // 1), scale, 0.0)
+    return (numbers >= -int(-dropout_p * 2**32 // 1)).to(dtype) * scale
