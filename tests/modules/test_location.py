@@ -315,6 +315,15 @@ def test_gradients_of_the_convolution(taps, dtype):
         assert parity.error(ours, exact) <= most + slack
 
 
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
+def test_no_channel_has_no_gradient():
+    location, nan = torch.ones(2, 3, 17), float("nan")
+    for channels in (1, 0):  # the first leaves NaN in what the second may take for its sums
+        grad, w = torch.full((2, 17, channels), nan), torch.full((channels, 3, 5), nan)
+        found = torch.ops.bahdanau_fast.convolution_backward(grad, location, w, 1)[0]
+    assert not found.any()
+
+
 def test_dropout_is_reproducible():
     module, (keys, values, queries, location) = made(dropout=0.5)
     module = module.float()

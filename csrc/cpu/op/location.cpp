@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor> convolution_backward(const Tensor& grad_features, con
                       grad_features.size(1) == p.Tk && grad_features.size(2) == p.C,
                   "grad_features must have shape (B, Tk, C) and the dtype of location");
   Tensor grad_location = gradient(location, needs & 1), grad_w = gradient(w_conv, needs & 2);
-  if (p.B == 0 || p.Tk == 0)
+  if (p.B == 0 || p.Tk == 0 || p.C == 0)
     return {torch::stable::zero_(grad_location), torch::stable::zero_(grad_w)};
   const int64_t size = p.C * p.inputs * p.taps, bytes = size_of(in.kind), line = 64;
   ConvolutionGrads g;
