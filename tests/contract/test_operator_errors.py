@@ -163,6 +163,12 @@ def test_exp_keys_raises():
             ops.exp_keys(keys)
 
 
+def test_pooling_raises():
+    keys, w, values = ones(2, 5, 4), ones(8, 4), ones(2, 5, 7)
+    for w_v in (torch.tensor(1.0), ones(8), ones(1, 7)):
+        refused(ops.pool, ["w_v"], {"keys": keys, "w": w, "values": values, "w_v": w_v})
+
+
 EMPTY = """
 import itertools, torch, bahdanau_fast as bf
 # Sizes of zero anywhere: results or a plain error, never the end of the process.

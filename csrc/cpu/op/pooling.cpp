@@ -32,6 +32,7 @@ struct Layers {
     STD_TORCH_CHECK(w.has_value() ? !gate.has_value() && (w_gate.has_value() || !b_gate.has_value())
                                   : !b.has_value() && !w_gate.has_value() && !b_gate.has_value(),
                     "gate must come without w; b and w_gate with w, and b_gate with w_gate");
+    STD_TORCH_CHECK(w_v.dim() == 2, "w_v must have 2 dimensions");
     const auto project = [&](const Tensor& weight, const MaybeTensor& bias, const char* name) {
       return Projected(keys, weight, bias, w_v.size(-1), "keys", name,
                        kMaxFp64ForwardTableElements);
