@@ -169,6 +169,25 @@ def test_infinite_and_nan_inputs(dtype):
     assert torch.equal(w[7:], torch.full_like(w[7:], 0.5))
 
 
+@pytest.mark.parametrize("queries", [1, 2, 17])
+def test_keys_of_minus_infinity_weigh_nothing(queries):
+    keys = torch.zeros(1, 4096, 64)  # in chunks, some of which have no other keys
+    keys[:, :2048] = -math.inf
+    q, w = torch.zeros(1, queries, 64), torch.ones(64)
+    leaky = {"activation": 2, "negative_slope": 0.1}
+    weights = torch.ops.bahdanau_fast.attention(q, keys, keys[..., :0], w, **leaky)[1]
+    close(weights[0, 0], torch.tensor([0.0, 1 / 2048]).repeat_interleave(2048))
+
+
+@pytest.mark.parametrize("activation", [0, 1], ids=["tanh", "relu"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 127), (torch.float64, 1023)], ids=str)
+def test_scores_of_the_largest_numbers(dtype, most, activation):
+    size, w_v = (2.0 ** (most - 1), 2.0**-88) if activation else (0.0, 2.0**most)
+    q, w = torch.full((1, 3, 8), size, dtype=dtype), torch.full((8,), w_v, dtype=dtype)
+    scores = torch.ops.bahdanau_fast.attend_scores(q, torch.zeros_like(q), w, activation=activation)
+    assert scores.double().unique().item() == size * w_v * 8
+
+
 @pytest.mark.parametrize("hidden", [4, FP64_CPU_ELEMENTS], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 255), (torch.float16, 2047)], ids=str)
 def test_results_are_rounded_to_nearest_and_ties_to_even(dtype, most, hidden):

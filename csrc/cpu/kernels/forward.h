@@ -222,17 +222,14 @@ struct ForwardTask {
   }
 
   // Multiplies the scores of query i by w_scale; returns the largest. It is finite where a mask
-  // leaves none, so that their weights are zero.
+  // leaves none, or all are -inf, so that their weights are zero.
   A finish_scores(int64_t i) {
     A* row = score_row(i);
     const A scale = A(p.w_scale), infinity = std::numeric_limits<A>::infinity();
     const int64_t n = count(i);
-    Vec<A> best = splat<A>(-infinity);
-    if (masked(i)) {
-      const uint8_t* seen = mask_row(i);
-      for (int64_t j = 0; j < n; ++j) row[j] = seen[j] ? row[j] : -infinity;
-      best = splat<A>(std::numeric_limits<A>::lowest());
-    }
+    Vec<A> best = splat<A>(std::numeric_limits<A>::lowest());
+    const uint8_t* seen = masked(i) ? mask_row(i) : nullptr;
+    for (int64_t j = 0; seen != nullptr && j < n; ++j) row[j] = seen[j] ? row[j] : -infinity;
     for (int64_t j = 0; j < n; j += kLanes<A>) {
       const Vec<A> scores = load_as<A>(row + j, n - j) * scale;
       store_as<A>(row + j, scores, n - j);

@@ -40,7 +40,7 @@ struct Problem : Operands {
   int64_t width = 0;                    // of a table row: H rounded up to whole 64-byte lines
   const void* table = nullptr;          // (B,Tk,width) in the sum type; null: none was given
   const void* keys_max = nullptr;       // (B) in the sum type, max |c|
-  double w_scale = 1.0;                 // power of two that brings every |w| to at most 1
+  double w_scale = 1.0;                 // power of two that brings every |w| below 2
   const int64_t* key_counts = nullptr;  // (B,Tq), from keys_within(); 0: uniform over all keys
   // (B,Tq,Tk) bool, true where a query may look; null where key_counts say it all. A count is then
   // that of the keys up to the last true one.

@@ -215,9 +215,13 @@ Buffer in_sum_type(const Tensor& tensor, Kind kind, const char* name) {
 void Inputs::set_w(const std::vector<double>& w, double largest) {
   const Problem& p = problem;
   buffers_.emplace_back(p.width * size_of(kind));
-  // A power of two scales without rounding. Subnormal and infinite weights are not scaled.
+  // A power of two scales without rounding. Subnormal and infinite weights are not scaled, and
+  // those of ReLU, whose results have no bound, are not made larger.
   int exponent = 0;
   if (largest > 1e-30 && std::isfinite(largest)) std::frexp(largest, &exponent);
+  exponent = std::min(exponent, size_of(kind) == 8 ? 1023 : 127);  // a scale is finite
+  const Activation act = p.inside.activation;
+  if (act == Activation::relu || act == Activation::leaky_relu) exponent = std::max(exponent, 0);
   problem.w_scale = std::ldexp(1.0, exponent);
   const double inverse = std::ldexp(1.0, -exponent);
   const auto fill = [&](auto zero) {
