@@ -8,6 +8,8 @@ from beside import close
 from contract import scattered
 from parity import DTYPES, Case, attended, check, scored
 
+from bahdanau_fast import parity, reference
+
 extension = pytest.importorskip("bahdanau_fast._C_cpu")
 
 
@@ -72,6 +74,42 @@ def test_parity(row, name, dtype):
         assert extension.instruction_set() == name
         check(case, dtype)
         check(case, dtype, scored if row in GENERAL else attended)
+
+
+def keeps_the_rule(got, plain, tensors):
+    exact, eager = (plain(*(x.to(d) for x in tensors)) for d in (torch.float64, torch.float32))
+    limit = parity.allowed(parity.error(eager, exact), float(exact.abs().max()), torch.float32)
+    assert parity.error(got, exact) <= limit
+
+
+@pytest.mark.parametrize("name", sets())
+def test_a_softmax_over_many_keys(name):
+    # Numbers that are nearly the same are rounded in the same direction.
+    q, k, w = torch.full((16, 1, 1), 0.3), 0.2 + torch.rand(16, 100_000, 1) / 999, torch.ones(1)
+    with using(name):
+        weights = torch.ops.bahdanau_fast.attention(q, k, k, w)[1]
+    keeps_the_rule(weights, lambda *x: reference.projected_scores(*x).softmax(-1), (q, k, w))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("name", sets())
+def test_gradients_of_keys_that_many_queries_look_at(name, activation):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 9_000, 16), (1, 2, 16), (16,)
+    tensors = [torch.randn(s, generator=generator) for s in shapes]
+    number, grad = ["tanh", "relu"].index(activation), torch.rand(1, 9_000, 2) + 0.5
+
+    def plain(queries, keys, w_v):
+        keys.requires_grad_()
+        terms = reference.ScoreTerms(activation=activation)
+        scores = reference.projected_scores(queries, keys, w_v, terms)
+        scores.backward(grad.to(scores.dtype))
+        return keys.grad
+
+    with using(name):
+        operator = torch.ops.bahdanau_fast.attend_scores_backward
+        grads = operator(grad, 2, *tensors, activation=number)
+    keeps_the_rule(grads[1], plain, tensors)
 
 
 @pytest.mark.parametrize("name", ["", "sse9", "AVX2"])

@@ -90,6 +90,7 @@ struct GradTanh {
   static constexpr int64_t kTileKeys = 64;    // at most; keys in a partial sum
   static constexpr int64_t kTileQueries = 8;  // with fewer queries a tile is one group
   static constexpr int64_t kSettle = 32;      // queries in a partial sum
+  static constexpr int64_t kBlock = 512;      // and in a sum of these
 
   const Problem& p;
   int64_t b, h0, n, valid;
@@ -191,9 +192,14 @@ struct GradTanh {
           m[l] = load_once(rows + (k + l) * stride + h);
           __builtin_prefetch(rows + (k + l) * stride + h + L);
         }
-        for (int64_t i = 0; i < queries; i += kSettle)
-          sum_w += queries_pass<form, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
-                                           i + kSettle < queries ? kSettle : queries - i, m, sums);
+        for (int64_t first = 0; first < queries; first += kBlock) {
+          const int64_t last = first + kBlock < queries ? first + kBlock : queries;
+          Vec<A> of_block[kGroup] = {};
+          for (int64_t i = first; i < last; i += kSettle)
+            sum_w += queries_pass<form, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
+                                             i + kSettle < last ? kSettle : last - i, m, of_block);
+          for (int l = 0; l < kGroup; ++l) sums[l] += of_block[l];
+        }
         if constexpr (!all) continue;
         const auto put = [&](int l, Vec<A> sum) {
           if (grad_keys != nullptr && k + l < count)

@@ -63,12 +63,12 @@ struct GradOfSums {
     for (A* sum = partial; sum < rows; ++sum) *sum = A(0);
   }
 
-  // Adds the sums of keys [j, j + kKeys), `count` of which are there.
+  // Adds the sums of keys [j, j + kKeys), `count` of which are there, and queries [first, last).
   template <Activation act>
-  BF_INLINE void group(int64_t j, int64_t count) {
+  BF_INLINE void group(int64_t j, int64_t count, int64_t first, int64_t last) {
     const A negative = A(p.inside.negative_slope), scale = A(p.w_scale);
     A* const partial_w = partial + p.Tq * n;
-    for (int64_t i = 0; i < p.Tq; ++i)
+    for (int64_t i = first; i < last; ++i)
       for (int64_t l = 0; l < kKeys; ++l)
         shares[i * kKeys + l] = l < count ? scores[i * p.Tk + j + l] : A(0);
     // Read next: by use_grads(), and by make_inner_rows().
@@ -78,7 +78,7 @@ struct GradOfSums {
       Vec<A> sums[kKeys] = {}, sum_w{};
       for (int64_t l = 0; onto != nullptr && l < kKeys; ++l) __builtin_prefetch(onto + l * p.H + h);
       for (int64_t l = 0; l < kKeys; ++l) __builtin_prefetch(next + l * key_rows.stride + h);
-      for (int64_t i = 0; i < p.Tq; ++i) {
+      for (int64_t i = first; i < last; ++i) {
         const Vec<A> a = load_once(queries + i * n + h);
         Vec<A> x[kKeys], y[kKeys], sum_query{};
         for (int l = 0; l < kKeys; ++l) x[l] = a + load(rows + l * n + h);
@@ -94,7 +94,10 @@ struct GradOfSums {
         store(to, Vec<A>(load(to) + sum_query));
       }
       const Vec<A> weight = load(w + h) * scale;
-      for (int l = 0; l < kKeys; ++l) store(grads + l * n + h, Vec<A>(sums[l] * weight));
+      for (int l = 0; l < kKeys; ++l) {
+        A* grad = grads + l * n + h;
+        store(grad, Vec<A>(first > 0 ? load(grad) + sums[l] * weight : sums[l] * weight));
+      }
       store(partial_w + h, Vec<A>(load(partial_w + h) + sum_w));
     }
   }
@@ -155,7 +158,10 @@ struct GradOfSums {
       if (is_seen(j, count)) {
         make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, w_f, n, rows);
         for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
-        group<act>(j, count);
+        // About as many queries as there are blocks of them: one long sum would round more often.
+        const int64_t block = 64 + p.Tq / 64;
+        for (int64_t i = 0; i < p.Tq; i += block)
+          group<act>(j, count, i, i + block < p.Tq ? i + block : p.Tq);
       } else {
         for (A* grad = grads; grad < grads + count * n; ++grad) *grad = A(0);
       }
