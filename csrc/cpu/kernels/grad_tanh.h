@@ -267,9 +267,7 @@ struct GradTanh {
   }
 
   void run(const Backward& g) {
-    int64_t used = 0;  // keys that any query uses
-    for (int64_t i = 0; i < p.Tq; ++i)
-      used = p.key_counts[b * p.Tq + i] > used ? p.key_counts[b * p.Tq + i] : used;
+    const int64_t used = keys_used(p, b);
     const A* w = static_cast<const A*>(p.w) + h0;
     T* grad_keys = static_cast<T*>(g.grad_keys);
     if (grad_keys != nullptr) grad_keys += b * p.Tk * p.H + h0;

@@ -32,7 +32,6 @@ template <class A, class T>
 void weighted_sum(const A* p, int64_t p_stride, const T* rows, int64_t row_stride, int64_t count,
                   int64_t columns, bool add, A* out) {
   constexpr int R = 8;
-  for (int64_t c = 0; count == 0 && !add && c < columns; ++c) out[c] = A(0);
   for (int64_t r = 0; r < count;) {
     const A* weights = p + r * p_stride;
     const T* from = rows + r * row_stride;
@@ -80,7 +79,7 @@ BF_INLINE void product_tile(const A* p, int64_t p_row, int64_t p_step, const T* 
   }
 }
 
-// The same for any number of rows r and columns; count >= 1.
+// The same for any number of rows r and columns; count >= 1 unless it adds.
 template <class A, class T>
 void weighted_sums(const A* p, int64_t p_row, int64_t p_step, const T* rows, int64_t row_stride,
                    int64_t count, int64_t columns, bool add, A* out, int64_t out_stride,
