@@ -47,6 +47,10 @@ Kind storage_kind(const Tensor& tensor, const char* name);
 // A new contiguous tensor on the CPU.
 Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type);
 
+// `count` elements of any real dtype, `stride` apart, to out[0], out[1], ...
+void read(const Tensor& t, const char* name, int64_t offset, int64_t stride, int64_t count,
+          double* out);
+
 // All elements of a one-dimensional (or (1, n)) tensor of any real dtype.
 std::vector<double> to_doubles(const Tensor& tensor, const char* name);
 
