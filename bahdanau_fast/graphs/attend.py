@@ -27,6 +27,12 @@ def with_contiguous_gradient(x: Tensor) -> Tensor:
     return view
 
 
+def shaped(x: Tensor, shape: list[int]) -> Tensor:
+    """``x``, which nobody saves, in a shape: no view, which cannot be detached in place."""
+    result: Tensor = torch.ops.aten._unsafe_view(x.contiguous(), shape)
+    return result
+
+
 def pooled(keys: Tensor, *parameters: Tensor | None) -> Tensor:
     """Scores (1,heads,k) of pooling, of keys (1,k,D) and parameters as ``scores_and_keys``."""
     return scores_and_keys(keys, *parameters)[0]
@@ -113,7 +119,8 @@ class ResultLayout(NamedTuple):
             weights = weights.masked_fill(self.nan, torch.nan)
         if self.turned is not None:
             weights = weights.reshape(self.sizes).permute(self.of.orders[0]).contiguous()
-        return _to(weights.reshape(self.weights_shape), self.of.dtypes[0])
+        shape = Tensor.reshape if weights.requires_grad else shaped  # else they are saved
+        return _to(shape(weights, self.weights_shape), self.of.dtypes[0])
 
     def restore(self, context: Tensor) -> Tensor:
         """The user's context of (b,q,features)."""
@@ -121,7 +128,7 @@ class ResultLayout(NamedTuple):
             context = context.masked_fill(self.nan, torch.nan)
         order = self.of.orders[1]
         context = context if order == (0, 1, 2) else context.permute(order).contiguous()
-        return _to(context.reshape(self.context_shape), self.of.dtypes[1])
+        return _to(shaped(context, self.context_shape), self.of.dtypes[1])
 
 
 def _to(x: Tensor, dtype: torch.dtype) -> Tensor:

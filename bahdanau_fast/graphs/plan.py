@@ -15,7 +15,13 @@ from torch import Tensor, fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from bahdanau_fast.graphs.attend import FusedAttend, FusedScore, pooled, with_contiguous_gradient
+from bahdanau_fast.graphs.attend import (
+    FusedAttend,
+    FusedScore,
+    pooled,
+    shaped,
+    with_contiguous_gradient,
+)
 from bahdanau_fast.graphs.caches import Shared
 from bahdanau_fast.graphs.find import find
 from bahdanau_fast.graphs.graph import Graph, Ref, SmallSizes, require
@@ -310,8 +316,9 @@ class _Planner:
     def scores_as_written(self, code: _Traced) -> tuple[Any, ...]:
         """Scores (b,tq,tk) with the axes and the dtype that the user's code gives them."""
         p, (order, shape) = self.p, self.p.scores_axes
-        code = code.reshape(self.full_sizes(p.sizes)).permute(order).reshape(self.full_sizes(shape))
-        return code.x.to(self.graph.values[p.scores].dtype), None
+        code = code.reshape(self.full_sizes(p.sizes)).permute(order)
+        x = self.call(shaped, code.x, [*map(_in_graph, self.full_sizes(shape))])
+        return x.to(self.graph.values[p.scores].dtype), None
 
     def attend(self, score_terms: ScoreTerms, small: bool, terms: Any) -> tuple[Any, ...]:
         p, values = self.p, self.graph.values

@@ -395,6 +395,21 @@ def tensors_that_were_one_may_be_two(m):
     return [m(q + i, k, v) for v in (k, 2 * k, k) for i in range(CALLS)]
 
 
+class Sums(Att):
+    def weigh(self, both, k):
+        return (torch.softmax(self.Va(torch.tanh(both)), 1) * k).sum(1)
+
+
+@story(Sums)
+def contexts_are_detached_and_written_to(m):
+    q, k = given(m)
+    with torch.no_grad():
+        frozen = [m(q + i, k) for i in range(CALLS)]
+    told = [context.mul_(m.Va.weight.sum()) for context in frozen]
+    back(*told)
+    return told, [m(q + i, k).detach_() for i in range(CALLS)]
+
+
 # ---- modules that do more
 
 
