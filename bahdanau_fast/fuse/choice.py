@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,6 +47,16 @@ def _writes(node: fx.Node) -> bool:
     return bool(wrote) or "norm" in name or (*node.args, None)[-2:][0] is True
 
 
+# Modules of functions that compute, and do nothing else.
+_PURE = r"(torch(?!\._ops)|torch\._ops\.(aten|prims|bahdanau_fast)|_operator|builtins|math)\b"
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether a node may do more than compute: a collective, or a function of others."""
+    module = getattr(node.target, "__module__", None) or "torch"
+    return node.op == "call_function" and not re.match(_PURE, module)
+
+
 class _Kind:
     """Calls of some sizes: what they run, how often, and their times."""
 
@@ -74,7 +85,7 @@ class Choice:
         _LazyGraphModule.force_recompile(plain)  # its lazy forward calls the module
         self.plain, self.fused = plain.forward, None if fused is None else fused.forward
         self.shared, self._writes = shared, any(map(_writes, plain.graph.nodes))
-        self.grad = torch.is_grad_enabled()
+        self.grad, self._acts = torch.is_grad_enabled(), any(map(_acts, plain.graph.nodes))
         self._symbols = [i for i, x in enumerate(inputs) if not isinstance(x, Tensor)]
         self.kinds: dict[Any, _Kind] = {}
         sizes = {i: x.numel() for i, x in enumerate(inputs)
@@ -116,9 +127,11 @@ class Choice:
         """Time both, on copies of the inputs."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = any(x.is_cuda for x in tensors)
-        if torch._C._autograd._profiler_enabled() or (
-            on_gpu and torch.cuda.is_current_stream_capturing()
-        ):  # a profile shows the user's calls alone, and a capture cannot wait
+        if (
+            self._acts
+            or torch._C._autograd._profiler_enabled()
+            or (on_gpu and torch.cuda.is_current_stream_capturing())
+        ):  # a profile shows the user's calls alone, a capture cannot wait, nor can other processes
             kind.run = kind.run or self.plain
             return
         begin, before = time.perf_counter(), kind.run

@@ -131,7 +131,8 @@ class Record:
             mode = "with gradients" if choice.grad else "without gradients"
             for kind in choice.kinds.values():
                 fused = kind.run is choice.fused
-                text = f"fused, {kind.runs} times" if fused else "runs as written, as fast"
+                why = "not timed" if kind.times is None else "as fast"
+                text = f"fused, {kind.runs} times" if fused else f"runs as written, {why}"
                 if kind.times is not None:
                     plain, ours, shapes = kind.times
                     sizes = ", ".join(map(str, shapes))

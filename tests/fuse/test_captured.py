@@ -218,6 +218,30 @@ def test_a_choice_is_made_by_time_and_made_again(monkeypatch):
     assert kind.times is not before
 
 
+NOTED = []
+
+
+@torch.library.custom_op("bahdanau_fast_tests::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    """As a collective, which each process has to call as often as the others."""
+    NOTED.append(x.shape)
+    return x.clone()
+
+
+noted.register_fake(torch.empty_like)
+
+
+def test_an_operator_of_others_runs_once_a_call():
+    module = Plain(lambda m, q, k, mask: weigh(m.scores(q, k), noted(k)))
+    report = bf.fuse(module)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            module(*drawn(0, 32, 50))
+    assert len(NOTED) == CALLS
+    (entry,) = report.left
+    assert entry.text == "runs as written, not timed"
+
+
 def nodes_of(result, name):
     """Nodes of this name in the graph of a result."""
     found, todo = set(), [result.grad_fn]
