@@ -95,6 +95,8 @@ def _recorded(
         record.state = "own"
     elif isinstance(module, torch.jit.ScriptModule) or is_of_torch(type(module)):
         return None
+    elif not inspect.isfunction(inspect.getattr_static(type(module), "forward")):
+        return None  # it is called without the module, as a static method
     elif any(isinstance(layer, _FAST) for layer in module.modules()):
         record.leave("", "holds layers of torch that have a fast path of their own")
     elif not compiled.isdisjoint(module.modules()):

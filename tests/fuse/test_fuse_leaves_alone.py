@@ -107,6 +107,22 @@ def traced():
     return nn.Sequential(torch.jit.trace(inner, torch.zeros(B, D)), nn.Linear(16, 1))
 
 
+class Swish(nn.Module):
+    """As detectors have it."""
+
+    @staticmethod
+    def forward(x):
+        return x * torch.sigmoid(x)
+
+
+class Tanh(nn.Module):
+    forward = torch.tanh
+
+
+def unbound():
+    return nn.Sequential(nn.Linear(D, 16), Swish(), Tanh(), nn.Linear(16, 1))
+
+
 class Ours(nn.Module):
     """This package's attention, inside."""
 
@@ -124,6 +140,7 @@ PLAIN = {
     "gated_tcn": (GatedTcn, lambda draw: (draw(B, D, T), draw(B, D))),
     "scripted": (scripted, rows),
     "traced": (traced, rows),
+    "unbound": (unbound, rows),
 }
 
 
