@@ -41,6 +41,8 @@ class NotAsWrittenError(Exception):
 
 # A checkpoint that is reentrant gives other gradients, and leaves are no leaves.
 _OTHERWISE = {"tag_activation_checkpoint", "requires_grad_"}
+# Forward mode, of which a graph tells the operator nothing.
+_TANGENTS = {"_make_dual"}
 
 
 def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, whole: bool) -> Any:
@@ -54,7 +56,7 @@ def rewrite(graph: fx.GraphModule, example_inputs: Sequence[Any], record: Any, w
     """
     fused, record = 0, record()
     names = {str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes}
-    otherwise = names & _OTHERWISE if torch.is_grad_enabled() else set()
+    otherwise = names & (_TANGENTS | _OTHERWISE if torch.is_grad_enabled() else _TANGENTS)
     if whole and otherwise:
         raise NotAsWrittenError(", ".join(otherwise))
     if record is None or otherwise:

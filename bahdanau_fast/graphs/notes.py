@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from bahdanau_fast import checks
 from bahdanau_fast.graphs.graph import (
     ACTIVATIONS,
     SIZED,
@@ -187,7 +188,7 @@ class CallRecorder(TorchFunctionMode):
         name = str(getattr(func, "__name__", ""))
         if name == "__get__":  # of an attribute
             name = {"data": "detach"}.get(func.__self__.__name__, func.__self__.__name__)
-        if name in _QUERIES:
+        if name in _QUERIES or checks.in_transform(False):  # whose tensors have no storage
             return func(*args, **kwargs)
         maker, before = len(graph.nodes), state()
         recorded = tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, (args, kwargs))

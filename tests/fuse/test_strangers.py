@@ -17,6 +17,7 @@ import pytest
 import torch
 from beside import ran, same
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -433,6 +434,28 @@ class Trains(Att):
 @story(Trains)
 def a_module_that_trains_itself(m):
     return calls(m), m.n, int(m.norms[0].num_batches_tracked), m.norms[0].running_mean
+
+
+def slopes(own, q, k):
+    return torch.func.grad(lambda q: own(q, k)[0].sum())(q)
+
+
+def tangents(own, q, k):
+    with torch.no_grad(), forward_ad.dual_level():
+        context, _ = own(forward_ad.make_dual(q, k[:, 0]), k)
+        return forward_ad.unpack_dual(context).tangent.clone()
+
+
+def deriving(how):
+    class Derives(Att):
+        def forward(self, q, k):
+            return super().forward(q, k), how(super().forward, q, k)
+
+    return Derives
+
+
+for how in (slopes, tangents):
+    story(deriving(how), fused=(), name=f"{how.__name__} of its own")(calls)
 
 
 class Branches(Att):
