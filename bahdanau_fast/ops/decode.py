@@ -193,12 +193,11 @@ def _forward(
 
 
 def _decoded(results: StepResults, dtypes: Dtypes) -> Decoded:
-    return Decoded(
-        results.states[-1, 1:].to(dtypes.states),
-        results.states[:, -1].to(dtypes.states),
-        results.cells[:, -1].to(dtypes.states),
-        results.weights.to(dtypes.weights),
-    )
+    # One may write into a result in place: none is a view of another, or of what backward needs.
+    views = results.states[-1, 1:], results.states[:, -1], results.cells[:, -1]
+    states = [torch.empty_like(x, dtype=dtypes.states) for x in views]
+    torch._foreach_copy_(states, views)  # in one launch
+    return Decoded._make((*states, results.weights.to(dtypes.weights)))
 
 
 class _Decode(torch.autograd.Function):

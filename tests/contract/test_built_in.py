@@ -198,10 +198,22 @@ def transformed(row):
     )
 
 
+def written(row):
+    """Into all results in place: each changes once, and backward is there but through weights."""
+    for enabled in False, True:
+        with torch.set_grad_enabled(enabled):
+            want, got = (tree_leaves(row.module(*row.args, **row.options)) for _ in range(2))
+            for x in got:
+                x.mul_(3)
+        same(got, [3 * x for x in want], 0.0)
+    if not isinstance(row.module, Functions):
+        sum(x.sum() for x in got).backward()
+
+
 RECURRENT = [name for name in MODULES if MODULES[name][1][0] is X]  # torch has no vmap of these
 CASES = [
     (claim, name)
-    for claim in (copied, compiled, exported, traced, transformed)
+    for claim in (copied, compiled, exported, traced, transformed, written)
     for name in MODULES
     if claim is not transformed or name not in RECURRENT
 ]
