@@ -118,4 +118,5 @@ def _relative(mask: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
-    return x.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+    total = x.masked_fill(~mask, 0.0).sum(dtype=torch.promote_types(x.dtype, torch.float32))
+    return (total / mask.sum().clamp(min=1)).to(x.dtype)

@@ -45,6 +45,8 @@ def test_losses(formula, with_lens):
     assert loss_of(weights).item() == pytest.approx(sum(terms) / len(terms), rel=1e-6)
     assert torch.autograd.gradcheck(loss_of, weights, eps=1e-7)
     (grad,) = torch.autograd.grad(loss_of(weights), weights)
+    many = weights.detach().half().repeat(9000, 1, 1)  # of which the sum is beyond fp16
+    assert loss(many).item() == pytest.approx(loss(many.double()).item(), rel=0.01)
     if with_lens:  # of steps that there are not
         assert grad[1, 2:].abs().max() == 0
         assert grad[2].abs().max() == 0
