@@ -104,8 +104,11 @@ def test_a_beam_wide_enough_finds_the_best_of_all_targets(kind, options):
 @pytest.mark.parametrize("kind", ["additive", "dot", "none"])
 def test_one_beam_is_greedy(kind, cell):
     model, (source, lens) = model_of(kind, cell), sources(20)
+    model.train().encoder.eval()  # which a search leaves as they are
+    modes = [module.training for module in model.modules()]
     tokens, weights = greedy(model, source, lens, 7)
     found = beam_search(model, source, lens, 7, Beam(1))
+    assert [module.training for module in model.modules()] == modes
     assert torch.equal(found.tokens[:, 0], tokens)
     if kind == "none":
         assert weights is found.weights is None

@@ -105,14 +105,15 @@ def started(
     if not isinstance(decoder, StepDecoder):
         checks.reject(TypeError, "model.decoder", "be a StepDecoder", type(decoder).__name__)
     checks.positive_int("max_steps", max_steps)
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         state = decoder.init_state(model.encoder(source, source_lens), source_lens)
         banned_tokens = [PAD, BOS] if unknown else [PAD, BOS, UNK]
         yield Start(decoder, decoder.memory(state), state[1], banned_tokens)
     finally:
-        model.train(was_training)
+        for module in in_training:  # not all of them, where layers are frozen
+            module.training = True
 
 
 @torch.inference_mode()
