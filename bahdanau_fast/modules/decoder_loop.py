@@ -107,8 +107,11 @@ def attention_last_has_operator(attention: Any, rnn: RNN, inputs: Tensor, memory
 
 
 def attend_with_hooks(attention: Any, queries: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Contexts (B,Tq,Dv) and weights (B,Tq,Tk); hooks of an AdditiveAttention run."""
-    if isinstance(attention, AdditiveAttention) and not is_unchanged(attention):
+    """Contexts (B,Tq,Dv) and weights (B,Tq,Tk); an AdditiveAttention's hooks or ``forward`` run."""
+    ours, kind = AdditiveAttention, type(attention)
+    if isinstance(attention, ours) and not (
+        is_unchanged(attention) and (kind.forward is ours.forward or kind.attend is not ours.attend)
+    ):
         context = attention(queries, memory, None)  # type: ignore[arg-type]
     else:
         context = attention.attend(queries, memory)

@@ -322,6 +322,11 @@ def halved(module, inputs, outputs):
     return 0.5 * outputs
 
 
+class Halved(bf.AdditiveAttention):
+    def forward(self, *args):
+        return 0.5 * super().forward(*args)
+
+
 CHANGES = {
     "a hook on the rnn": lambda m: m.rnn.register_forward_hook(hook),
     "a hook on W_q": lambda m: m.attention.W_q.register_forward_hook(hook),
@@ -366,6 +371,9 @@ def test_the_attention_of_a_layer_is_called_with_its_hooks():
     changed = call(patched, tensors)
     assert not torch.allclose(changed[0], want[0])
     torch.testing.assert_close(call(module, tensors), changed, **EXACT)
+    derived = layer(bf.AttentionGRU)
+    derived.attention.__class__ = Halved
+    torch.testing.assert_close(call(derived, tensors), changed, **EXACT)
 
 
 def test_an_lstm_whose_state_is_projected_is_stepped():
