@@ -61,8 +61,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             weights = shape.restore_weights(weights)
         if call.dropout is not None:
             dropped = call.dropout(weights)
-            batch, keys_len, _ = call.values.shape
-            context = torch.bmm(dropped.reshape(batch, -1, keys_len), call.values)
+            size = *call.queries.shape[:2], call.values.shape[1]
+            context = torch.bmm(dropped.reshape(size), call.values)
         elif link is not None:
             context = link.connect(weights, None if shape is None else shape.turned)
         assert context is not None

@@ -320,13 +320,10 @@ def _by_operations(
     keys: Tensor, values: Tensor, parameters: list[Any], dropout_p: float, shape: Shape | None
 ) -> tuple[Tensor, Tensor]:
     """Pooled values (B,heads,Dv) and weights in the call's shape, without autocast."""
-    weights = plain_scores(keys, *parameters).softmax(-1)
-    if shape is not None:
-        weights = shape.restore(weights)
+    by_head = plain_scores(keys, *parameters).softmax(-1)
+    weights = by_head if shape is None else shape.restore(by_head)
     dropped = F.dropout(weights, dropout_p) if dropout_p else weights
-    if shape is not None:
-        dropped = dropped.reshape(keys.shape[0], -1, keys.shape[1])
-    return torch.bmm(dropped, values), weights
+    return torch.bmm(dropped.reshape(by_head.shape), values), weights
 
 
 def _as_inputs(

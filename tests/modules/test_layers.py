@@ -80,6 +80,14 @@ def test_hooks_of_all_modules(register, kind, size):
     assert len(called) >= 6  # three layers of each side
 
 
+@pytest.mark.parametrize(("batch", "Tk"), [(0, 5), (3, 0)])
+def test_a_called_dropout_of_nothing(batch, Tk):
+    module = made(8)
+    module.dropout = nn.Dropout(0.1, inplace=True)
+    queries, keys, values = (x[:batch] for x in inputs(Tk=Tk))
+    assert torch.equal(module(queries, keys, values), queries.new_zeros(batch, 2, DV))
+
+
 def test_a_memory_made_before_a_change():
     """Its projected keys stay; the other layers are called as they are now."""
     for name in ("W_q", "w_v"):

@@ -117,6 +117,7 @@ def test_an_empty_batch(way, go):
     pooled = module(keys[:0].requires_grad_())
     pooled.sum().backward()
     assert pooled.shape == (0, 3, D)
+    assert module(keys[0, :0]).eq(torch.zeros(3, D)).all()  # an empty bag
     assert all(parameter.grad.eq(0).all() for parameter in module.parameters())
 
 
