@@ -196,6 +196,8 @@ def _in_front(route: Route, call: Call) -> Call:
             keys, values, w_v = shared.results
         else:
             projected = projected._replace(shared=None)
+    if call.projected is None and values.dtype is not call.keys.dtype:
+        _explain(call)  # under autocast alone it may be
     # Autocast gives projections its dtype, and a memory may be made outside of it.
     dtype, terms, located = keys.dtype, call.terms, call.located
     if terms.w_f is not None:  # a location has one, too

@@ -24,6 +24,7 @@ from bahdanau_fast.modules.decoder_loop import (
     decode_inputs,
     explain,
 )
+from bahdanau_fast.modules.layers import plain_weight
 from bahdanau_fast.modules.location import LocationAttention, LocationSteps
 
 Inputs = TypeVar("Inputs", Tensor, PackedSequence)
@@ -268,6 +269,8 @@ class _AttentionRNN(KeepsWeights):
             for name, argument in (("values", values), ("valid_lens", valid_lens)):
                 if argument is not None:
                     checks.reject(TypeError, name, "be None beside a memory, which has its", "both")
+            layer = self.attention._modules.get(self.attention._key_layer)
+            self.attention._check_memory(memory, plain_weight(layer))
         if memory.batch is not None:
             checks.reject(ValueError, "keys", "have one batch dimension", memory.batch)
         lens, seen = memory.valid_lens, memory.mask

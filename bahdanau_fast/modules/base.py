@@ -51,6 +51,9 @@ class KeepsWeights(Unscriptable):
 class Attention(KeepsWeights):
     """Base of modules that attend to keys."""
 
+    _key_layer = ""  # none
+    bias: Tensor | None
+
     def memory(
         self,
         keys: Tensor,
@@ -101,6 +104,20 @@ class Attention(KeepsWeights):
         """Keys as the calls on a memory take them, with these values."""
         return ProjectedKeys(keys), Maker(self)
 
+    def _check_memory(self, memory: Memory, w_k: Tensor | None) -> None:
+        """An error unless a memory is of this module, whose key layer has not changed since."""
+        if not isinstance(memory, Memory):
+            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
+        maker = memory.maker
+        if maker is None or torch.compiler.is_compiling():
+            return
+        if maker.module is not self:
+            other = f"one made by another {type(maker.module).__name__}"
+            checks.reject(ValueError, "memory", "come from memory() of this module", other)
+        if maker.sample is not None and maker.has_changed(w_k, self.bias):
+            need = "be made after the last change of the key layer"
+            checks.reject(ValueError, "memory", need, "an older one: call memory() again")
+
     def _keys(self, keys: Tensor, backwards: PendingBackwards | None) -> Tensor:
         """Projected keys, by a node that several calls share where ``backwards`` counts them."""
         return keys
@@ -119,8 +136,6 @@ class Additive(Attention):
 
     _query_layer, _key_layer, _score_layer = "W_q", "W_k", "w_v"
     _terms = TANH  # of modules that were pickled before one could choose
-
-    bias: Tensor | None
 
     def __init__(
         self,
@@ -204,17 +219,8 @@ class Additive(Attention):
 
     def _on_memory(self, queries: Tensor, memory: Memory, mask: Tensor | None) -> Call:
         """The call of some queries on a memory, which has to be this module's and fit them."""
-        if not isinstance(memory, Memory):
-            checks.reject(TypeError, "memory", "come from memory()", type(memory).__name__)
         w_q, w_k, w_v, _ = parts = parts_of(self)
-        maker = memory.maker
-        if maker is not None and not torch.compiler.is_compiling():
-            if maker.module is not self:
-                other = f"one made by another {type(maker.module).__name__}"
-                checks.reject(ValueError, "memory", "come from memory() of this module", other)
-            if maker.sample is not None and maker.has_changed(w_k, self.bias):
-                need = "be made after the last change of the key layer"
-                checks.reject(ValueError, "memory", need, "an older one: call memory() again")
+        self._check_memory(memory, w_k)
         projected, shape = memory.projected, None
         usual = (
             memory.batch is None

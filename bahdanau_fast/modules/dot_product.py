@@ -104,6 +104,7 @@ class DotProductAttention(Attention):
         Raises:
             TypeError, ValueError: as for calling the module.
         """
+        self._check_memory(memory, None)
         queries, mask, shape = memory.for_queries(queries, mask)
         keys, values, lens = memory.projected.keys, memory.values, memory.valid_lens
         result = self(queries, keys, values, lens, mask=mask)

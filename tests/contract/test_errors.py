@@ -327,6 +327,10 @@ LISTS = {
          lambda: additive.memory(ones(2, 5, 9))),
         (ValueError, r"^key must have feature size 4 .*, got \(2, 5, 9\)",
          lambda: dot(Q, ones(2, 5, 9), V)),
+        (TypeError, r"^values must have the dtype of queries",  # of a call that projects in front
+         lambda: Additive(64, 64, 64)(*ones(2, 8, 64, 64), ones(8, 64, 64).double())),
+        (ValueError, r"^memory must come from .* by another AdditiveAttention",
+         lambda: dot.attend(Q, additive.memory(K))),
         (ValueError, r"^w_v must have shape \(1, 8\), got \(2, 8\)$",
          lambda: bf.additive_scores(ones(2, 3, 8), ones(2, 5, 8), None, None, ones(2, 8))),
     ],
@@ -448,6 +452,10 @@ LISTS = {
     "recurrent": [
         (TypeError, "exactly one of keys and memory must be given", lambda: gru(X)),
         (TypeError, "got both", lambda: remembered(X, None, source[0])),
+        (TypeError, r"memory must come from memory\(\), got Tensor",
+         lambda: gru(X, memory=source[0])),
+        (ValueError, "memory must come from .* by another AdditiveAttention",
+         lambda: gru(X, memory=lstm.attention.memory(*source))),
         (TypeError, "values must be None beside a memory",
          lambda: remembered(X, values=source[1])),
         (TypeError, "valid_lens must be None", lambda: remembered(X, valid_lens=LENS)),

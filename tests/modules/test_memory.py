@@ -134,6 +134,16 @@ def test_older_than_a_change_of_the_key_layer(either, inputs, change):
         attended(either, inputs[0], either.memory(inputs[1]))
 
 
+@pytest.mark.parametrize("order", [{}, {"attention_first": False}])
+def test_a_decoder_takes_no_older_one(order):
+    decoder = bf.AttentionGRU(D, H, **order)
+    memory = decoder.attention.memory(torch.ones(B, TK, H))
+    with torch.no_grad():
+        decoder.attention.W_k.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="must be made after the last change of the key layer"):
+        decoder(torch.ones(3, B, D), memory=memory)
+
+
 def test_the_same_bytes_are_no_change(attention, inputs):
     memory = attention.memory(inputs[1])
     want = attention.attend(inputs[0], memory)
