@@ -209,7 +209,8 @@ class Memory:
             ValueError: keys without a batch dimension.
         """
         if isinstance(rows, list):
-            rows = torch.tensor(rows, device=self.values.device)
+            dtype = None if rows else torch.long
+            rows = torch.tensor(rows, dtype=dtype, device=self.values.device)
         if not (isinstance(rows, slice) or (isinstance(rows, Tensor) and rows.dim() == 1)):
             checks.reject(
                 TypeError, "rows", "be a slice, a list or a tensor of one dimension", repr(rows)
@@ -222,9 +223,10 @@ class Memory:
             rows, batch = numbers.flatten(), tuple(numbers.shape)
         tensors = (*self.projected[:3], self.values, self.valid_lens, self.mask)
         selected: list[Any] = [None if x is None else x[rows] for x in tensors]
-        *projected, values, lens, mask = selected
+        keys, *derived, values, lens, mask = selected
+        derived = [None if x is None else x.contiguous() for x in derived]  # of a slice with a step
         fields = {"valid_lens": lens, "mask": mask, "batch": batch}
-        return self._with(ProjectedKeys(*projected), values, **fields)
+        return self._with(ProjectedKeys(keys, *derived), values, **fields)
 
     def to(self, *args: Any, **kwargs: Any) -> Memory:
         """The memory on another device, or in another floating dtype; as :meth:`Tensor.to`."""

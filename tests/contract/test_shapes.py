@@ -228,10 +228,12 @@ def test_compiled_once_for_many_sizes():
 # Of so many in the first dimension.
 ROWS = {
     "slice": lambda n: slice(1, None),
+    "slice with a step": lambda n: slice(0, None, 2),
     "list": lambda n: [2, 0, 0],
     "numbers": lambda n: torch.tensor([2, 1]),
     "booleans": lambda n: torch.arange(n) % 2 == 0,
     "none": lambda n: slice(0, 0),
+    "empty list": lambda n: [],
     "no booleans": lambda n: torch.zeros(n, dtype=torch.bool),
 }
 
