@@ -166,7 +166,7 @@ def scores(call: Call, clip: float | None = None, masked: bool = False) -> Tenso
         call = call._replace(terms=terms, located=None)
     queries, keys, w_v = call.queries, call.keys, call.w_v
     token = None if call.projected is None else call.projected.token
-    if token is not None and keys.requires_grad and not route.traced:
+    if token is not None and keys.requires_grad and not (route.traced or checks.in_transform()):
         keys = waiting(keys, token)
     if route.fused:
         number = number_of(route.backend, route.traced)

@@ -55,6 +55,21 @@ def test_vmap(way, hidden):
     close(way(attention, q[0], k[0], v[0]), plain(attention, q[0], k[0], v[0]))  # and then again
 
 
+@sizes
+def test_vmap_over_queries_of_a_memory_from_outside(hidden):
+    attention = module(hidden)
+    q, k = tensors((5, 2, 3, 4), (2, 6, 3))
+    memory = attention.memory(k.requires_grad_())
+
+    def one(queries):
+        return attention.attend(queries, memory), attention.scores(queries, memory)
+
+    got, want = torch.func.vmap(one)(q), [torch.stack(x) for x in zip(*map(one, q), strict=True)]
+    close(got, want)
+    got, want = (torch.autograd.grad(sum(x.cos().sum() for x in y), k) for y in (got, want))
+    close(got, want)
+
+
 @ways
 @sizes
 def test_gradients_per_sample(way, hidden):
