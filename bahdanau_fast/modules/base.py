@@ -114,6 +114,8 @@ class Attention(KeepsWeights):
         if maker.module is not self:
             other = f"one made by another {type(maker.module).__name__}"
             checks.reject(ValueError, "memory", "come from memory() of this module", other)
+        if torch._C._is_tracing():  # which knows no operator that gives numbers
+            return
         if maker.sample is not None and maker.has_changed(w_k, self.bias):
             need = "be made after the last change of the key layer"
             checks.reject(ValueError, "memory", need, "an older one: call memory() again")

@@ -106,6 +106,13 @@ def test_another_modules_memory(either, inputs):
         attended(either, inputs[0], memory)
 
 
+@pytest.mark.filterwarnings("ignore")  # of sizes that become constants, and of trace itself
+def test_traced_with_a_memory_from_outside(either, inputs):
+    memory, queries = either.requires_grad_(False).memory(*inputs[1:]), inputs[0]
+    traced = torch.jit.trace(lambda x: attended(either, x, memory), queries)
+    close(traced(queries + 1), attended(either, queries + 1, memory))
+
+
 def test_a_memory_copied_together_with_its_module(either, inputs):
     memory = either.memory(inputs[1])
     other, copied = copy.deepcopy((either, memory))
