@@ -1,65 +1,92 @@
-"""``bahdanau-fast check`` on a GPU that is pretended: CUDA C++. Triton: tests/triton/kernels.
+"""``bahdanau-fast check`` where there is no GPU, with mistakes in what is tried.
 
-What csrc/cuda would launch is asked of it, on the mock of the runtime, in a capture: its plan says
-what is of which family. Results are those of the CPU's kernels.
+A GPU is pretended, on which each family has an experiment that the CPU's kernels compute. Children
+are forked from the test. That the families' own experiments reach them is shown here for CUDA C++
+and in tests/triton/test_kept_launches.py for Triton; tests/ptx/test_check_in_machine.py has the
+machine code of both compute them.
 """
 
 import json
 import os
+import signal
 import time
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from checked import MISTAKES, checking, finds
-from checked_cuda import NAMES, family_of, launched, on_cpu, served
+from checked_cuda import NAMES, called, family_of, served
 from mock_cuda import kernel_of, mock
 
-from bahdanau_fast import check, cli, switches
+from bahdanau_fast import backends, check, cli, switches
 from bahdanau_fast.check import families, problems
 from bahdanau_fast.check.children import OVER, lines
 from ptx_machine import needs_compiler
 
-
-class Planted:
-    """What becomes of the first result of operators, by family; and what was launched."""
-
-    def __init__(self):
-        self.mistakes, self.launched = {}, []
-
-    def run(self, name, plain, *args):
-        made = launched(name, *args)
-        self.launched += made
-        results = on_cpu(name, plain, args)
-        self.mistakes.get(family_of(made), id)(results[0])
-        return results
+SILENCE = 1.0  # where something hangs
+FP32, TRIED = torch.float32, problems.attention(problems.CASES[-1])
+HAS = {"name": "pretended", "major": 9, "minor": 0, "multi_processor_count": 132}
 
 
-@pytest.fixture
-def planted():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU to check")
-    found = Planted()
-    with served(found.run):
-        yield found
+def _raise(_):
+    raise RuntimeError("planted\nbeside other words")
 
 
-@needs_compiler
-def test_all_is_right(planted, tmp_path, capsys):
+#: What becomes of a result, by what is said of it.
+MISTAKES = {
+    "FAIL": lambda x: x.mul_(1.05),
+    "RuntimeError: planted": _raise,
+    f"no answer within {SILENCE:g} s": lambda _: time.sleep(1000),
+    "its process died of SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def experiment(mistake=id):
+    """By the CPU's kernels, with a mistake in the first result."""
+
+    def way(prepared, run):
+        results = run(prepared[0])
+        mistake(results[0])
+        return [(0, results)]
+
+    return families.Experiment(
+        "planted", FP32, lambda *_: problems.worst(TRIED, "cpu", FP32, "cpu", way)
+    )
+
+
+@contextmanager
+def checking(**mistakes):
+    """Inside, a GPU is checked, and no CPU: each family has an experiment, with its mistake."""
+    chosen = {
+        name: family._replace(experiments=(experiment(mistakes.get(name, id)),))
+        for name, family in families.FAMILIES.items()
+    }
+    has = SimpleNamespace(**HAS, total_memory=1 << 30)
+    with (
+        patch.object(torch.version, "cuda", "13.0"),
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "get_device_properties", lambda _: has),
+        patch.object(backends, "why_not", {"triton": "it is left out"}.get),
+        patch.dict(families.FAMILIES, chosen),
+        patch.object(check, "_on_cpu", lambda **_: ()),
+    ):
+        yield
+
+
+def test_all_is_right(tmp_path, capsys):
     path = tmp_path / "report.json"
-    with checking(*NAMES):
+    with checking():
         assert cli.main(["check", "--json", str(path)]) == 0
     printed, report = capsys.readouterr().out, json.loads(path.read_text())
     assert printed.endswith("PASS\n")
-    assert {row["family"] for row in report["rows"]} == set(switches.SWITCHES)
-    dtypes = {(row["family"], row["dtype"]) for row in report["rows"] if "dtype" in row}
-    wide = {("cuda", "float32"), ("clusters", "float32")}
-    assert dtypes == {(n, d) for n in NAMES for d in ("bfloat16", "float16")} | wide
+    assert [row["family"] for row in report["rows"]] == list(switches.SWITCHES)
     for row in report["rows"]:
         if row["family"] in NAMES:
             assert 0 <= row["ours"] <= 1
-            assert row["case"] in printed
+            assert (row["case"], row["dtype"]) == ("planted", "float32")
         else:
             assert row["unchecked"] == "it is left out"
     assert (report["gpu"]["name"], report["gpu"]["capability"]) == ("pretended", [9, 0])
@@ -67,35 +94,52 @@ def test_all_is_right(planted, tmp_path, capsys):
     assert (report["wrong"], report["off"], report["passed"]) == ([], [], True)
 
 
-@needs_compiler
 @pytest.mark.parametrize("said", MISTAKES)
-@pytest.mark.parametrize("family", NAMES)
-def test_a_mistake_is_found_and_named(family, said, planted, tmp_path, capsys):
-    planted.mistakes[family] = MISTAKES[said]
-    report = finds(family, said, tmp_path, capsys)
-    if said != "FAIL":
-        (row,) = (row for row in report["rows"] if "case" in row)
-        assert bool(row["output"]) == (said.startswith("Runtime"))
+def test_a_mistake_is_found_and_named(said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "SILENCE", SILENCE if "answer" in said else 300.0)
+    path = tmp_path / "report.json"
+    with checking(clusters=MISTAKES[said]):
+        assert cli.main(["check", "--json", str(path)]) == 1
+    printed, report = capsys.readouterr().out, json.loads(path.read_text())
+    (line,) = (line for line in printed.splitlines() if line.startswith("clusters"))
+    assert said in line
+    assert line.endswith("FAIL")
+    assert "\nwrong here: clusters: " in printed
+    assert "\nBAHDANAU_FAST_OFF=clusters switches off; --json FILE" in printed
+    assert printed.endswith("\nFAIL\n")
+    assert (report["wrong"], report["passed"]) == (["clusters"], False)
+    (row,) = (row for row in report["rows"] if row["family"] == "clusters")
+    assert bool(row.get("output")) == said.startswith("Runtime")
 
 
 @needs_compiler
 @pytest.mark.parametrize("multiprocessors", [8, 148])
-def test_experiments_reach_their_family(multiprocessors, planted, monkeypatch):
-    """On a GPU of any size."""
+def test_experiments_reach_their_family(multiprocessors, monkeypatch):
+    """On a GPU of any size; nothing runs there, and results are zero."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, its extension defines the operators")
+    launched = []
+
+    def run(name, _, *args):
+        results, made = called(name, *args)
+        launched.extend(made)
+        return [x.zero_() for x in results]
+
     monkeypatch.setattr(problems, "_DRAWS", 1)
-    for name in NAMES:
-        monkeypatch.setattr(switches, "OFF", families.beside(name))
-        mock().new_gpu(multiprocessors=multiprocessors)
-        for each in families.FAMILIES[name].experiments:
-            if each.name.endswith(("replayed", "two streams")):
-                continue
-            planted.launched.clear()
-            assert each.absent("cuda", "cpu") is None
-            each.judge("cuda", "cpu")
-            assert family_of(planted.launched) == name, each.name
-            kernels = {kernel_of(x) for x in planted.launched}
-            if "step" in each.name:
-                assert ("combine_splits" in kernels) == ("split" in each.name), each.name
+    with served(run):
+        for name in NAMES:
+            monkeypatch.setattr(switches, "OFF", families.beside(name))
+            mock().new_gpu(multiprocessors=multiprocessors)
+            for each in families.FAMILIES[name].experiments:
+                if each.name.endswith(("replayed", "two streams")):
+                    continue
+                launched.clear()
+                assert each.absent("cuda", "cpu") is None
+                each.judge("cuda", "cpu")
+                assert family_of(launched) == name, each.name
+                kernels = {kernel_of(x) for x in launched}
+                if "step" in each.name:
+                    assert ("combine_splits" in kernels) == ("split" in each.name), each.name
 
 
 @pytest.fixture
@@ -147,17 +191,16 @@ def test_a_report_that_cannot_be_written_is_said_first(fails, tmp_path, capsys):
     assert "No such file or directory" in err
 
 
-@needs_compiler
-def test_time_that_is_over_blames_nobody(planted, capsys):
-    with checking("cuda", SECONDS=0.5):
+def test_time_that_is_over_blames_nobody(monkeypatch, capsys):
+    monkeypatch.setattr(check, "SECONDS", 0.5)
+    with checking(cuda=MISTAKES["no answer within 1 s"]):
         assert cli.main(["check"]) == 1
     printed = capsys.readouterr().out
     assert OVER in printed
     assert "wrong here" not in printed
 
 
-@needs_compiler
-def test_what_is_off_or_has_no_clusters_is_not_tried(planted, monkeypatch, capsys):
+def test_what_is_off_or_has_no_clusters_is_not_tried(monkeypatch, capsys):
     monkeypatch.setattr(switches, "OFF", frozenset(("one-launch",)))
     with checking(), patch.object(check, "_CLUSTERS", (9, 1)):
         assert cli.main(["check"]) == 0

@@ -1,7 +1,7 @@
-"""The CUDA backend on a GPU: the contract, streams, threads, graphs and devices.
+"""The CUDA backend on a GPU: the contract, streams, threads and devices.
 
-Without one, the CPU's kernels stand in for some, which shows that these are right;
-test_cuda_contract.py runs the kernels' machine code. test_graphs.py captures them.
+Where there is none, test_cuda_contract.py runs the kernels' machine code. test_graphs.py captures
+them.
 """
 
 import functools
@@ -13,12 +13,10 @@ import lengths
 import parity
 import pytest
 import torch
-import torch._dynamo  # else a call loads it, where a tensor has no device of its own
 from contract import CONTRACT, LARGE, MASKED, lens
 from decoders import CELLS, by_steps
 from drawing import cases, drawn
 from entry_points import dispatched
-from host_only import routed
 from hypothesis import given
 from parity import Case, attended, called, check, fused
 from targets import CPU, GPU, STEPS
@@ -26,20 +24,13 @@ from targets import CPU, GPU, STEPS
 import bahdanau_fast as bf
 
 GPUS = torch.cuda.device_count()
-pytestmark = [] if GPUS else pytest.mark.thorough
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="there is no GPU")
-# What the CPU's kernels show is the same in each.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16) if GPUS else (torch.bfloat16,)
-DEVICE = "cuda" if GPUS else "cpu"
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="there is no GPU")
 
 
 @pytest.fixture(autouse=True)
 def tested_on_gpu(monkeypatch):
-    monkeypatch.setattr(parity, "DEVICE", DEVICE)
-    by_the_cpu = routed("cuda", lambda _, run, *args: run(*args))
-    with nullcontext() if GPUS else by_the_cpu:
-        assert bf.backends.why_not("cuda") is None
-        yield
+    monkeypatch.setattr(parity, "DEVICE", "cuda")
+    assert bf.backends.why_not("cuda") is None
 
 
 SMALL = {"B": 2, "Tk": 150, "H": 40, "Dq": 40, "Dk": 40, "Dv": 33, "lens": lens(150, 75)}
@@ -59,7 +50,7 @@ CASES = {name: (name,) for name in (*CONTRACT, *STEPS)} | {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GPU.dtypes, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_parity(case, dtype):
     case, *way = CASES[case]
@@ -72,14 +63,13 @@ def test_masks(row):
     GPU.check(row, torch.bfloat16)
 
 
-@needs_gpu
 @drawn
 @given(cases(torch.bfloat16))
 def test_drawn_cases(case):
     GPU.check(case, torch.bfloat16)
 
 
-def problem(queries, dtype=torch.bfloat16, device=DEVICE):
+def problem(queries, dtype=torch.bfloat16, device="cuda"):
     generator = torch.Generator(device).manual_seed(queries)
     shapes = (4, queries, 64), (4, 300, 64), (4, 300, 48), (1, 64)
     return [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
@@ -110,9 +100,9 @@ def test_what_it_does_not_serve_others_do(dtype, what):
 
 def step_of(hidden):
     """A step that needs more than 48 KB of shared memory, as much as the units ask for."""
-    generator = torch.Generator(DEVICE).manual_seed(hidden)
+    generator = torch.Generator("cuda").manual_seed(hidden)
     shapes = (4, 1, 32), (hidden, 32), (4, 300, hidden), (1, hidden)
-    drawn = [torch.randn(s, generator=generator, device=DEVICE).bfloat16() for s in shapes]
+    drawn = [torch.randn(s, generator=generator, device="cuda").bfloat16() for s in shapes]
     raw, w_q, keys, w_v = drawn
     return functools.partial(entry_points.step, dispatched, raw, w_q, keys, None, None, keys, w_v)
 
@@ -133,25 +123,23 @@ def check_beside_each_other(calls, times):
         assert all(pool.map(work, calls, wanted))
 
 
-@needs_gpu
 def test_threads_with_unlike_shared_memory_do_not_disturb_each_other():
     check_beside_each_other(2 * [step_of(1504), step_of(1536)], 200)
 
 
-@needs_gpu
 @pytest.mark.parametrize("queries", [1, 5, 16])
 def test_streams_and_threads_do_not_disturb_each_other(queries):
     check_beside_each_other(4 * [functools.partial(attend, problem(queries))], 20)
 
 
-AUTOCAST = [pytest.param(dtype, True, marks=needs_gpu) for dtype in DTYPES[1:]]  # off without one
+KINDS = [*((dtype, False) for dtype in GPU.dtypes), *((dtype, True) for dtype in GPU.dtypes[1:])]
 
 
-@pytest.mark.parametrize(("dtype", "autocast"), [*((d, False) for d in DTYPES), *AUTOCAST], ids=str)
+@pytest.mark.parametrize(("dtype", "autocast"), KINDS, ids=str)
 @pytest.mark.parametrize("cls", CELLS)
 def test_all_steps_of_a_decoder(cls, dtype, autocast):
     torch.manual_seed(0)
-    kind = {"device": DEVICE, "dtype": torch.float32 if autocast else dtype}
+    kind = {"device": "cuda", "dtype": torch.float32 if autocast else dtype}
     module = cls(16, 32, 2, **kind)
     inputs, keys = (torch.randn(s, **kind).requires_grad_() for s in ((7, 4, 16), (4, 50, 32)))
 
@@ -167,7 +155,6 @@ def test_all_steps_of_a_decoder(cls, dtype, autocast):
     torch.testing.assert_close(got, want, **near)
 
 
-@needs_gpu
 def test_a_tensor_elsewhere_is_named():
     queries, keys, values, w_v = problem(1)
     with pytest.raises(RuntimeError, match="values must be on the device of queries, cuda:0, got"):

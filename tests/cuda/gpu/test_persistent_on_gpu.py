@@ -1,7 +1,6 @@
 """All steps of a decoder in one launch on a GPU.
 
-Without one, the CPU's operators stand in for a small case, which shows that the tests are right;
-tests/ptx/test_persistent.py runs the machine code.
+Where there is none, tests/ptx/test_persistent.py runs the machine code.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,7 @@ from decoding import BF16, FP16, Case, by_operators, cast, check, check_tokens
 from entry_points import dispatched
 from torch.utils._pytree import tree_map_only
 
-GPU = torch.cuda.is_available()
-pytestmark = [] if GPU else pytest.mark.thorough
-needs_gpu = pytest.mark.skipif(not GPU, reason="there is no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 SIZES = {
     "translation": {"B": 64, "T": 12, "Tk": 50, "F": 512, "Dv": 512, "H": 512},
@@ -24,8 +21,6 @@ SIZES = {
     "wide values": {"B": 7, "T": 30, "Tk": 33, "F": 96, "Dv": 2048, "H": 160},
     "toy": {"B": 2, "T": 60, "Tk": 10, "F": 32, "Dv": 32, "H": 32},
 }
-if not GPU:
-    SIZES = {"toy": SIZES["toy"]}
 OPTIONS = {
     "plain": lambda B, Tk: {},
     "lens": lambda B, Tk: {"lens": torch.arange(B) % (Tk + 1)},
@@ -35,13 +30,8 @@ OPTIONS = {
 
 
 def call(name, *arguments):
-    arguments = tree_map_only(torch.Tensor, moved, arguments)
-    return tree_map_only(torch.Tensor, lambda x: x.cpu(), dispatched(name, *arguments))
-
-
-def moved(x):
-    """To the GPU; to the CPU's operators, which know no 16 bits, in fp32."""
-    return x.cuda() if GPU else x.float() if x.dtype in (BF16, FP16) else x
+    arguments = tree_map_only(torch.Tensor, torch.Tensor.cuda, arguments)
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, dispatched(name, *arguments))
 
 
 @pytest.mark.parametrize("lstm", [False, True], ids=["gru", "lstm"])
@@ -53,7 +43,6 @@ def test_parity(size, option, dtype, lstm):
     check(call, Case(lstm, **sizes, **OPTIONS[option](sizes["B"], sizes["Tk"])), dtype)
 
 
-@needs_gpu
 @pytest.mark.parametrize("lstm", [False, True], ids=["gru", "lstm"])
 def test_tokens(lstm):
     for seed in range(4):
@@ -69,7 +58,6 @@ def queue_a_sleeper(_):
     torch.cuda._sleep(1 << 28)  # clocks
 
 
-@needs_gpu
 @pytest.mark.parametrize("work", [queue_products, queue_a_sleeper])
 def test_beside_other_work_they_give_the_same_bits(work):
     """A launch waits for empty multiprocessors, and neither waits for ever."""
@@ -84,7 +72,6 @@ def test_beside_other_work_they_give_the_same_bits(work):
             assert torch.equal(found, first[name]), name
 
 
-@needs_gpu
 @pytest.mark.parametrize("threads", [1, 4])
 def test_side_by_side_and_again_they_give_the_same_bits(threads):
     """Launches on streams of their own wait for nobody's blocks."""
