@@ -11,7 +11,7 @@ import dry_hour
 import pytest
 import torch
 from fresh import ROOT, python
-from torch.utils._python_dispatch import TorchDispatchMode
+from profiled import Operations
 from torch.utils._pytree import tree_leaves
 
 from bahdanau_fast.fuse import choice, look
@@ -22,15 +22,9 @@ from benchmarks.contestants.registry import by_name
 from benchmarks.decoders import DROP_IN, FUSE, OURS, OWN
 from benchmarks.gpu import is_wrong, rows, stages, user
 from benchmarks.gpu.stages import GpuCase
-from benchmarks.measure import GpuCall, captured, interleave
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 1, 5, 8)
-CASES = [
-    GpuCase("cpu", TINY, "step", "float32"),
-    GpuCase("reference", TINY, "projected", train=True),
-    GpuCase("cpu", TINY, "full", "float16"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -43,24 +37,15 @@ def tiny(monkeypatch):
     monkeypatch.setattr(measure, "PAUSE_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_row_of_ours_is_checked_and_timed(case):
-    row = stages.timed(case, stages.subject(case), CPU)
-    assert row["passed"]
-    assert 0 < row["worst"] <= 1
-    assert 0 < row["called"]["p20"] <= row["called"]["median"] <= row["called"]["p80"]
-    assert row["no graph"] == "no GPU"
-    assert all(launches > 0 <= us for launches, us in row["kernels"].values())
-    if case.backend == "cpu" and case.task == "full":
-        (named,) = [n for n in row["kernels"] if n.startswith("bahdanau_fast::")]
-        assert row["kernels"][named][0] == 1
-
-
-def test_what_a_call_has_to_move():
+def test_a_row_says_what_a_call_has_to_move_and_its_kernels():
     # Queries, keys, values and w_v; twice and their gradients, or context and weights.
     read = 4 * (2 * 8 + 2 * 2 * 5 * 8 + 8)
     case = GpuCase("cpu", TINY, "projected", "float32")
-    assert stages.timed(case, by_name("ours op"), CPU)["bytes"] == read + 4 * 2 * (8 + 5)
+    row = stages.timed(case, by_name("ours op"), CPU)
+    assert row["bytes"] == read + 4 * 2 * (8 + 5)
+    assert row["no graph"] == "no GPU"
+    (named,) = (name for name in row["kernels"] if name.startswith("bahdanau_fast::"))
+    assert row["kernels"][named][0] == 1
     assert stages.timed(replace(case, train=True), by_name("ours op"), CPU)["bytes"] == 3 * read
 
 
@@ -71,23 +56,14 @@ def test_every_row_has_a_name():
         assert len(set(names)) == len(names)
 
 
-class Names(TorchDispatchMode):
-    """Takes down which operators are called."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found.add(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_sanitizer_sees_nothing_of_the_reference(capsys):
-    names = Names()
-    names.found = set()
-    with names:
+    with Operations() as seen:
         stages.main("cpu", "float32", "cpu")
+    names = {function.name() for function, _ in seen.calls}
     shapes = [shape.name for shape, *_ in stages.SMALL]
     assert re.findall(r"cpu: (small-\w+) ", capsys.readouterr().out) == shapes
-    assert {"bahdanau_fast::attention", "bahdanau_fast::attention_backward"} <= names.found
-    assert not re.search("masked_fill|tanh|softmax", " ".join(names.found))
+    assert {"bahdanau_fast::attention", "bahdanau_fast::attention_backward"} <= names
+    assert not re.search("masked_fill|tanh|softmax", " ".join(names))
 
 
 @pytest.mark.parametrize("kind", ["right", "a little off", "not written"])
@@ -143,16 +119,6 @@ def test_rows_in_the_interpreter(tmp_path):
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     done = python("-W", "ignore", str(file), cwd=ROOT, PYTHONPATH=path, TRITON_INTERPRET="1")
     assert [json.loads(line)["passed"] for line in done.stdout.splitlines()] == [True] * 3
-
-
-def test_a_gpus_calls_are_timed_in_turns_as_all_others_are():
-    with pytest.raises(RuntimeError, match=r"^no GPU$"):
-        captured(lambda: None)
-    calls = {"called": GpuCall(lambda: None, CPU), "cold": GpuCall(lambda: None, CPU, cold=True)}
-    timings = interleave(calls, 0.05)
-    assert len(timings.samples["called"]) >= 5
-    assert all(spread["median"] > 0 for spread in timings.packed().values())
-    assert stages.copy_rate(CPU)["bytes per second, copy"] > 0
 
 
 @pytest.mark.parametrize(("value", "same"), [(1.0, True), (None, False), (1.0000001, False)])

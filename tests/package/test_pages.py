@@ -7,7 +7,6 @@ import pytest
 from torch import nn
 
 from bahdanau_fast.cli import main
-from benchmarks.gpu import rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -50,37 +49,3 @@ def test_readme_is_short_and_its_figures_are_not_typed():
     assert len(readme.split()) <= 900
     typed = re.sub(r"<!-- measured: begin.*?measured: end -->", "", readme, flags=re.DOTALL)
     assert re.findall(r"[\d.]+ ?(?:x\b|times\b|ms\b|µs)", typed) == []
-
-
-def felt(call):
-    """Seconds of what is called, by who computes it, on the processor that was measured."""
-    (found,) = rows.measured("cpu")
-    named = [(*row["row"].split(": "), row["called"]) for row in found]
-    return {who: float(us) * 1e-6 for who, what, us in named if us and re.fullmatch(call, what)}
-
-
-def test_what_is_said_of_fused_models_was_measured():
-    gains = [
-        of["own module"] / of["fuse"]
-        for step in ("Tacotron", "captioner")
-        for way in ("forward", r"forward \+ backward")
-        for of in [felt(rf"{step} step \S+, {way}")]
-    ]
-    whole = felt(r"training step \(64,50,50,512\), float32")
-    page = " ".join((ROOT / "docs/family.md").read_text().split())
-    assert f"were {min(gains):.2f} to {max(gains):.2f} times as fast" in page
-    small = felt(r"greedy decode \(64,10,10,32\), float32")
-    took, small_took = (of["fuse"] / of["own module"] for of in (whole, small))
-    assert f"took {took:.2f} of its own time" in page
-    assert f"whose calls are too small to fuse, {small_took:.2f}." in page
-
-
-def test_what_is_said_of_a_training_step_was_measured():
-    page = (ROOT / "docs/course.md").read_text()
-    said = page[page.index("What a whole training step") :].partition("\n\n")[0]
-    whos = ("own module", "drop-in", "AttentionGRU")
-    small, large = (
-        felt(rf"training step \(64,{sizes}\), float32") for sizes in ("10,10,32", "50,50,512")
-    )
-    assert re.findall(r"([\d.]+) ms\b", said) == [f"{1e3 * small[who]:.1f}" for who in whos]
-    assert re.findall(r"([\d.]+) s\b", said) == [f"{large[who]:.2f}" for who in whos]
