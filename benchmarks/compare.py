@@ -189,17 +189,11 @@ def main() -> int:
     """Compare and print; 1 if a row is slower or was not compared, 2 for wrong use."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("base", help="a git commit, branch or tag")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="per row and pair")
-    parser.add_argument("--only", default="", help="rows whose description contains this")
     options = parser.parse_args()
-    rows = [row for row in ROWS if options.only in str(row)]
-    if not rows or options.pairs < 2:
-        parser.error("no row is called so" if not rows else "--pairs must be at least 2")
     try:
         sides = {OLD: build(options.base), NEW: ROOT}
-        print(f"old: {options.base}; new: the working tree; {options.pairs} pairs of processes\n")
-        verdicts, problems = compare(sides, rows, options.pairs, options.seconds)
+        print(f"old: {options.base}; new: the working tree; {PAIRS} pairs of processes\n")
+        verdicts, problems = compare(sides, ROWS)
     except (OSError, ValueError, WorkerError) as error:
         print(f"bench-compare: {error}", file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ FIRST = f"{CUDA}persistent_on_gpu.py"  # it has the first cooperative launch
 # Other tests, and how many processes share them: compiling takes most of their time.
 PARTS = {
     **{f"{CUDA}{name}.py": 2 for name in ("on_gpu", "graphs")},
-    **{f"{TRITON}kernels_parity.py": 4, f"{TRITON}fused_models.py": 2, f"{TRITON}ranges.py": 2},
+    **{f"{TRITON}kernels_parity.py": 4, f"{TRITON}ranges.py": 2, "tests/fuse/test_styles.py": 4},
     **{f"{TRITON}{name}.py": 1 for name in ("compiled", "launches")},
 }
 PART_SECONDS = 110.0  # of such a process
@@ -144,8 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """2 where there is no GPU, 1 where an experiment did not end well."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.hour", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, as they come")
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--only", nargs="*", help="experiments by name")
     parser.add_argument("--dry", action="store_true", help="without a GPU, and without times")
     given = parser.parse_args(arguments)
     commit = ROOT / "commit"  # of the bundle
@@ -159,10 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in [*loaded, "torch._dynamo"] if given.dry else loaded:
         with suppress(ImportError):
             import_module(name)
-    look, *rest = experiments(given.dry)
-    plan = [e for e in rest if not given.only or e.name in given.only]
+    look, *plan = experiments(given.dry)
     width = max((os.cpu_count() or 1) - 2, 2)
-    rows = measure("gpu-hour", look, lambda _: given.out, plan, given.seconds, width)
+    rows = measure("gpu-hour", look, lambda _: given.out, plan, SECONDS, width)
     if rows is None:
         return 2
     wrong = [row["row"] for row in rows if is_wrong(row)]

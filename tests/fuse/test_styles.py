@@ -1,6 +1,10 @@
-"""Every style of additive attention computes the same fused, on its first calls and after them."""
+"""Every style of additive attention computes the same fused, on its first calls and after them.
+
+On a GPU where there is one.
+"""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,6 +17,14 @@ from torch import nn
 import bahdanau_fast as bf
 
 CALLS = 4  # the first show it, the last is fused
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """Where modules, masks and lengths are made, too."""
+    with torch.device("cuda") if GPU else nullcontext():
+        yield
 
 
 def has_dropout(module):
@@ -40,7 +52,7 @@ def test_a_style_computes_the_same(name, dtype, mode):
     want = results(partial(other, *inputs), leaves, other)
     report = bf.fuse(module, always=True)
     for _ in range(CALLS):
-        same(results(partial(module, *inputs), leaves, module), want)
+        same(results(partial(module, *inputs), leaves, module), want, 2.0**-13 if GPU else None)
     assert bool(report.fused) == (ran(report) > 0) == (style.reason == ""), str(report)
     assert style.reason in str(report)
     assert report.waiting == ()

@@ -33,8 +33,8 @@ class Style(NamedTuple):
         leaves, generator = [], torch.Generator().manual_seed(1)
 
         def draw(*shape):
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            leaves.append(drawn.requires_grad_())
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            leaves.append(drawn.to(torch.get_default_device(), dtype).requires_grad_())
             return leaves[-1]
 
         return self.inputs(draw), leaves

@@ -1,7 +1,6 @@
 """Every call of csrc/cuda in a CUDA graph: on the mock, which refuses what a capture refuses."""
 
 import ctypes
-from contextlib import contextmanager
 from functools import partial
 
 import entry_points
@@ -14,8 +13,7 @@ from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler
 
-UNSUPPORTED, INVALIDATED, IMPLICIT = 900, 901, 906
-LEGACY = 0
+UNSUPPORTED, INVALIDATED = 900, 901
 
 
 # ---- the mock ----
@@ -34,29 +32,19 @@ def queue(gpu, stream):
     return gpu.runtime("cudaMemsetAsync", memory, 0, ctypes.c_size_t(1), address(stream))
 
 
-@contextmanager
-def ended(gpu, *capture):
-    """A capture of which no graph comes."""
-    with pytest.raises(RuntimeError, match="ended with error 901"), gpu.capture(*capture):
-        yield
-
-
 def test_to_wait_ends_a_capture(gpu):
     stream = gpu.new_stream()
-    for waits_for in (stream, gpu.new_stream()):
-        with ended(gpu, stream):
+
+    def waits(which):
+        with gpu.capture(stream):
             assert queue(gpu, stream) == 0
-            assert wait(gpu, waits_for) == UNSUPPORTED
+            assert wait(gpu, which) == UNSUPPORTED
             assert queue(gpu, stream) == wait(gpu, stream) == INVALIDATED
+
+    for which in (stream, gpu.new_stream()):
+        with pytest.raises(RuntimeError, match="ended with error 901"):
+            waits(which)
         assert queue(gpu, stream) == wait(gpu, stream) == 0
-
-
-@pytest.mark.parametrize("asks", [wait, queue])
-def test_the_legacy_stream_ends_the_capture_of_a_blocking_one(gpu, asks):
-    with gpu.capture(gpu.new_stream()):
-        assert queue(gpu, LEGACY) == 0
-    with ended(gpu, gpu.new_stream(blocking=True)):
-        assert asks(gpu, LEGACY) == IMPLICIT
 
 
 # ---- the calls ----
@@ -85,7 +73,7 @@ def forward_of(keys):
 
 def captured(gpu, call, kernels):
     """Captures a call, the first and a second time on a GPU; its launches are these kernels."""
-    stream = gpu.new_stream(blocking=True)  # which the legacy stream may not be used beside
+    stream = gpu.new_stream()
     for _ in range(2):
         gpu.calls()
         with gpu.capture(stream):

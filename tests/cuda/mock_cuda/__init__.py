@@ -41,9 +41,8 @@ OF_TENSOR, FILLED = range(2)
 PLAN = (
     "groups", "blocks", "rows", "sentences", "units", "hidden", "features", "resident", "bytes",
 )  # fmt: skip
-LEGACY = 0, 1  # streams
 SHARED = 97  # an attribute of a device: bytes that a block can have
-INVALID, TOO_LARGE, UNSUPPORTED, INVALIDATED, IMPLICIT, CLUSTER = 1, 720, 900, 901, 906, 912
+INVALID, TOO_LARGE, UNSUPPORTED, INVALIDATED, CLUSTER = 1, 720, 900, 901, 912
 UNNOTED = "cudaGetErrorString", "cuStreamGetGreenCtx"  # a word, and a call of the driver
 WORDS = {
     35: b"CUDA driver version is insufficient for CUDA runtime version",
@@ -113,8 +112,8 @@ class Mock:
         #: By function of the runtime, for its next call: the error, what runs before it returns.
         self.failing, self.after = {}, {}
         self._green = {}  # multiprocessors by stream, of green contexts
-        self._blocking = {}  # by stream, whether the legacy one waits for it
         self._captures = {}  # by stream, whether a graph can come of what goes into it
+        self._streams = 0
         self._runs, self._failed = None, []
         self.why_not, self.why_not_decode = self.binary.why_not, self.binary.why_not_decode
 
@@ -183,11 +182,10 @@ class Mock:
         """Call a function of the runtime; the error that it gives."""
         return getattr(self._library, function)(*arguments)
 
-    def new_stream(self, blocking=False):
-        """The handle of a stream; the legacy one waits for a ``blocking`` one."""
-        stream = 64 * (16 + len(self._blocking))
-        self._blocking[stream] = blocking
-        return stream
+    def new_stream(self):
+        """The handle of a stream."""
+        self._streams += 1
+        return 64 * (16 + self._streams)
 
     @contextmanager
     def capture(self, stream):
@@ -313,12 +311,7 @@ class Mock:
         return 0
 
     def _use(self, stream):
-        """By the CUDA programming guide (stream capture). The legacy stream waits for others."""
-        if stream in self._captures:
-            return 0 if self._captures[stream] else INVALIDATED
-        ended = [x for x in self._captures if stream in LEGACY and self._blocking[x]]
-        self._captures |= dict.fromkeys(ended, False)
-        return IMPLICIT if ended else 0
+        return 0 if self._captures.get(stream, True) else INVALIDATED
 
     def _launch(self, gpu, kernel, launch):
         grid, block, cluster, shared = (launch[x] for x in ("grid", "block", "cluster", "shared"))

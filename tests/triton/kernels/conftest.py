@@ -25,8 +25,7 @@ DEEP = re.compile(
     r"test_near|test_fp32_near_zero\[18-(?!0.001)|test_drawn|test_without_weights_scores|test_one_graph|test_splits_of_one_long|"
     r"test_projections.*torch.float\d\d\]|"
     r"test_dropout.*\[18|test_magnitudes|"
-    r"test_inside\[(?!tanh-18|relu of f|leaky_relu-2|sigmoid of f)|"
-    r"test_a_fused_module_launches_kernels\[(?!peer-tacotron\]|style-join_(expanded|leaky))"
+    r"test_inside\[(?!tanh-18|relu of f|leaky_relu-2|sigmoid of f)"
 )
 
 
@@ -34,8 +33,7 @@ DEEP = re.compile(
 def on_a_gpu(request):
     """As on one in the interpreter, but where code is compiled, which asks for devices itself."""
     assert bf.backends.why_not("triton") is None  # loads it
-    compiles = request.module.__name__ in ("test_compiled", "test_fused_models")
-    if not INTERPRETED or compiles:
+    if not INTERPRETED or request.module.__name__ == "test_compiled":
         yield
         return
     with routed("triton"):
