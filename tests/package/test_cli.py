@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from fresh import ROOT, forked, python
+from fresh import ROOT, python
 
 import bahdanau_fast
 from bahdanau_fast import backends, cli
@@ -30,30 +30,6 @@ def test_info_names_what_helps_on_a_busy_machine(policy, monkeypatch, capsys):
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("threads")]
     assert "OMP_WAIT_POLICY=passive" in line
     assert ("OMP_NUM_THREADS=1" in line) == (policy is None)
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ("ModuleNotFoundError('gone')", "the C++ extension is not built"),
-        ("ImportError('undefined symbol: _Zwrong')", "undefined symbol: _Zwrong"),
-    ],
-)
-def test_info_explains_a_missing_or_broken_extension(error, said):
-    code = f"""
-import importlib, sys
-real = importlib.import_module
-def broken(name, *args):
-    if name == "bahdanau_fast._C_cpu":
-        raise {error}
-    return real(name, *args)
-importlib.import_module = broken
-from bahdanau_fast.cli import main
-sys.exit(main(["info"]))
-"""
-    result = forked("-c", code, path=ROOT)
-    assert said in result.stdout
-    assert "auto takes 'reference'" in result.stdout
 
 
 def test_check_covers_every_backend(capsys):

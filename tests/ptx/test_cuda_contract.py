@@ -1,27 +1,23 @@
 """The machine code of csrc/cuda meets the contract: every row, drawn cases, both sides of every
-magnitude at which it changes path, NaN, padding, dropout, and all steps of a decoder.
+magnitude at which it changes path, NaN, padding and dropout. Decoders: test_persistent.py, and
+test_check_in_machine.py, whose modules take their steps one by one, too.
 
 In the suite fp32 runs as compiled for sm_80 and bf16 for sm_90a, and rows take the two in turn.
 """
 
-import copy
 import functools
 import itertools
 
-import cells
 import pytest
 import torch
 import torch.nn.functional as F
 from beside import as_exact
 from contract import LARGE, lens, operands
-from decoders import CELLS, by_steps, given, layer, operator_of
-from decoders import results as of_decoder
 from drawing import cases, drawn
 from driven import CudaPtx, needs_nvcc
 from entry_points import attention as attention_of
 from entry_points import attention_backward as attention_backward_of
-from hypothesis import assume, settings
-from hypothesis import given as given_data
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from near import FACTORS, near
 from parity import Case
@@ -29,11 +25,8 @@ from projected import PROJECTIONS, case_of
 from targets import DTYPES, FEW, ROWS, STEPS, every, on
 
 from bahdanau_fast import reference
-from bahdanau_fast.modules import decoder_loop
-from bahdanau_fast.ops.attention import INPUTS, attention, attention_backward
-from bahdanau_fast.ops.decode_arguments import MULTIPLES
+from bahdanau_fast.ops.attention import INPUTS
 from bahdanau_fast.ops.dropout import dropout_factors
-from bahdanau_fast.ops.operator import operators
 from ptx_machine import Order, needs_compiler
 
 pytestmark = [needs_compiler, needs_nvcc, pytest.mark.thorough]
@@ -114,7 +107,7 @@ def test_the_largest_w_v(queries, size):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, pytest.param(FP16, marks=pytest.mark.deep)], ids=str)
 @settings(drawn, max_examples=40)
-@given_data(data=st.data())
+@given(data=st.data())
 def test_drawn_cases(dtype, data):
     case = kernels(dtype).case(data.draw(cases(dtype, most=30_000)))
     if dtype == FP16:  # the products of the context's gradient with the values, which torch takes
@@ -314,35 +307,3 @@ def test_nan_is_not_lost(queries, where):
     assert torch.isnan(weights[0, 0]).all()
     assert torch.isnan(context[0, 0]).all()
     assert torch.isfinite(context[1]).all()
-
-
-@pytest.mark.parametrize("lens", [None, torch.tensor([5, 2])], ids=["none", "lens"])
-@pytest.mark.parametrize("cls", CELLS)
-def test_all_steps_of_a_decoder(cls, lens, monkeypatch):
-    module = layer(cls, 2, FP32)
-    tensors = given(cls, 2, FP32, T=18, B=2, Tk=5)
-    want = by_steps(lambda: of_decoder(module, tensors, lens))
-    kernels(FP32).begin(4, FP32)
-    for operator in (attention, attention.recorded, attention_backward):
-        run = functools.partial(kernels(FP32).operator, operator.name)
-        monkeypatch.setitem(operator.in_python, "cuda", run)
-    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of("cuda"))
-    with cells.on_the_cpu():
-        got = of_decoder(module, tensors, lens)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("lens", [None, torch.tensor([5, 0, 2])], ids=["none", "lens"])
-@pytest.mark.parametrize("cls", CELLS)
-def test_all_steps_of_a_decoder_in_one_launch(cls, lens, monkeypatch):
-    module, tensors = layer(cls, 1, BF16), given(cls, 1, BF16, T=4, B=3, Tk=5)
-    steps = by_steps(lambda: of_decoder(module, tensors, lens))
-    doubled = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-    exact = by_steps(lambda: of_decoder(copy.deepcopy(module).double(), doubled, lens))
-    kernels(BF16).begin(4, BF16)
-    for name in ("decode", "decode_backward", "attend_backward_keys"):
-        monkeypatch.setattr(operators[name], "now", functools.partial(kernels(BF16).operator, name))
-    monkeypatch.setitem(MULTIPLES, "cpu", MULTIPLES["cuda"])
-    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of(None))
-    got = of_decoder(module, tensors, lens)
-    as_exact(got, steps, exact, BF16)

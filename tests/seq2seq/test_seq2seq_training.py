@@ -15,7 +15,6 @@ from bahdanau_fast.seq2seq import (
     Settings,
     Trainer,
     build_model,
-    greedy,
     masked_cross_entropy,
     train,
     translate,
@@ -173,23 +172,13 @@ def test_backends_give_the_same_losses(pairs, cell):
     assert whole[:25] == losses["reference"]
 
 
-def test_greedy_sees_no_padding_and_leaves_the_mode_alone(pairs, trained):
-    model, _ = trained
-    source, lens = pairs.tensors.source, pairs.tensors.source_lens
-    model.train()
-    tokens, weights = greedy(model, source, lens, 6)
-    assert model.training
-    assert tokens.shape[:1] + weights.shape[2:] == source.shape
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
-    beyond = torch.arange(source.shape[1]) >= lens[:, None]
-    assert (weights.masked_select(beyond[:, None].expand_as(weights)) == 0).all()
-
-
 def test_translate_gives_tokens_and_where_they_looked(pairs, trained):
     model, _ = trained
     texts = ["March 3", "October 7", "May 1"]
     args = (pairs.source_vocab, pairs.target_vocab, pairs.tensors.source.shape[1], 8)
+    model.train()
     results = translate(model, texts, *args, batch_size=2)
+    assert model.training
     assert ["".join(r.tokens) for r in results] == ["03-3", "10-7", "05-1"]
     for text, result in zip(texts, results, strict=True):
         assert "".join(result.source) == text

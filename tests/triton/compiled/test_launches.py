@@ -66,21 +66,6 @@ def compiled(function, graphs):
 
 
 @pytest.mark.parametrize("queries", SIZES)
-def test_graphs_hold_launches_and_no_operator(queries, graphs):
-    function = module()
-    call = compiled(function, graphs)
-    with target_is("sm_90"), torch._dynamo.config.patch(error_on_recompile=True):
-        for sizes in SIZES[queries]:
-            inputs = drawn(*sizes)
-            results(call, inputs, [*inputs[:3], *function.parameters()])
-    assert len(graphs) == 2
-    for graph in graphs:
-        names = [str(node.target) for node in graph.graph.nodes]
-        assert any("triton_kernel_wrapper" in name for name in names)
-        assert not any("bahdanau_fast" in name for name in names)
-
-
-@pytest.mark.parametrize("queries", SIZES)
 def test_inductor_launches_them(queries):
     function, code, load = module(), [], PyCodeCache.load_by_key_path.__func__
 

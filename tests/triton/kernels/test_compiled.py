@@ -4,7 +4,6 @@ import pytest
 import torch
 from opchecked import opcheck
 from parity import DEVICE
-from torch.utils._pytree import tree_map_only
 
 import bahdanau_fast as bf
 from bahdanau_fast import backends
@@ -155,27 +154,3 @@ def test_a_backend_that_is_not_loaded():
     q, w = draw(1, 2, 3), draw(1, 3)
     with pytest.raises(RuntimeError, match=r"backend must be loaded: "):
         ops.attention.default(q, q, q, w, backend=2)
-
-
-MASK = torch.arange(36).reshape(2, 3, 6) % 4 == 1
-WRONG = {
-    "a mask": (TypeError, {"valid_lens": MASK}),
-    "bool lengths": (TypeError, {"valid_lens": MASK[..., 0]}),
-    "another batch": (ValueError, {"valid_lens": torch.ones(3)}),
-    "features of one": (ValueError, {"features": torch.ones(1, 6, 3), "w_f": torch.ones(5, 3)}),
-    "features alone": (ValueError, {"features": torch.ones(2, 6, 3)}),
-    "an activation": (ValueError, {"activation": 4}),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_operators_of_triton_refuse(wrong):
-    """What torch calls refuses what ``test_kept_launches.py`` has refused of all that is wrong."""
-    error, given = WRONG[wrong]
-    options = {"backend": 1, **tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), given)}
-    tensors = draw(2, 3, 5), draw(2, 6, 5), draw(2, 6, 4), draw(1, 5)
-    context, weights = ops.attention.default(*tensors, backend=1)
-    grads = (weights, None, None, context, weights, 15)
-    for kernel, inputs in (ops.attention.default, ()), (ops.attention_backward, grads):
-        with pytest.raises(error, match=r"^(valid_lens|features|w_f|activation) must "):
-            kernel(*inputs, *tensors, **options)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from beside import as_exact
 from contract import FORMS, scattered
-from decoders import CELLS, by_steps, layer, operator_of, results
-from decoders import given as tensors_of
 from drawing import cases, drawn
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
@@ -20,7 +18,6 @@ from bahdanau_fast import reference, run
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
-from bahdanau_fast.modules import decoder_loop
 from bahdanau_fast.ops.dropout import dropout_factors
 
 DTYPES, SIZES = INTERPRETER.dtypes, INTERPRETER.sizes
@@ -188,26 +185,6 @@ def test_a_projection_inside_the_step(queries, layout, lens, dtype, monkeypatch)
     way = without_gradients(INTERPRETER.way())
     check(Case(**sizes, lens=lens, layout={"w_q": layout}), dtype, way)
     assert asked == [(True, True, True)]
-
-
-@pytest.mark.parametrize("dropped", [0.0, 0.4])
-@pytest.mark.parametrize("cls", CELLS)
-def test_all_steps_of_a_decoder(cls, dropped, monkeypatch):
-    where = {"device": parity.DEVICE}
-    module = layer(cls, 2, torch.float32, attention_dropout=dropped, **where)
-    tensors = tensors_of(cls, 2, torch.float32, T=3, B=2, Tk=5, **where)
-    lens = torch.tensor([5, 2], **where)
-
-    def run():
-        torch.manual_seed(0)
-        return results(module, tensors, lens)
-
-    monkeypatch.setattr(decoder_loop, "_decoder_route", operator_of("triton"))
-    got = run()
-    if dropped:  # by other numbers than step by step; the same from the same seed
-        torch.testing.assert_close(run(), got, rtol=0, atol=0)
-    else:
-        torch.testing.assert_close(got, by_steps(run), rtol=1e-4, atol=1e-5)
 
 
 WAYS = fused, called, attended
