@@ -82,22 +82,6 @@ class Transformer(nn.Module):
         return self.head(F.gelu(x)), x @ self.words.weight.t(), self.blocks[0].cache.k
 
 
-class GatedTcn(nn.Module):
-    """Dilated causal convolutions, tanh times sigmoid, under a condition of the whole series."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv1d(D, 2 * D, 2, dilation=2**i) for i in range(2))
-        self.condition, self.out = nn.Linear(D, 2 * D), nn.Conv1d(D, 1, 1)
-
-    def forward(self, x, condition):
-        for i, conv in enumerate(self.convs):
-            both = conv(F.pad(x, (2**i, 0))) + self.condition(condition).unsqueeze(2)
-            tanh, gate = both.chunk(2, 1)
-            x = x + torch.tanh(tanh) * torch.sigmoid(gate)
-        return self.out(x)
-
-
 def scripted():
     return nn.Sequential(torch.jit.script(nn.Linear(D, 16)), nn.Tanh(), nn.Linear(16, 1))
 
@@ -137,7 +121,6 @@ class Ours(nn.Module):
 PLAIN = {
     "resnet": (resnet, lambda draw: (draw(B, 3, 16, 16),)),
     "transformer": (Transformer, lambda _: (torch.arange(B * T).view(B, T) * 5 % WORDS,)),
-    "gated_tcn": (GatedTcn, lambda draw: (draw(B, D, T), draw(B, D))),
     "scripted": (scripted, rows),
     "traced": (traced, rows),
     "unbound": (unbound, rows),

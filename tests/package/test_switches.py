@@ -1,10 +1,8 @@
 """What BAHDANAU_FAST_OFF switches off is reached by nothing, and said.
 
 Where a kernel is chosen beside the launches: tests/triton/test_kept_launches.py; clusters:
-tests/cuda/mock/test_cuda_runtime.py.
+tests/cuda/mock/test_cuda_runtime.py, and tests/cuda/compiled/test_cuda_build.py, by which switch.
 """
-
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -48,27 +46,6 @@ def test_no_decoder_is_one_launch(off):
     for sizes in ((2, 3, 32, 32, 32), (2, 3, 32, 32, 32, 64, 5)):  # tokens are written
         why = availability.one_launch_problem(torch.device("cuda"), False, False, sizes)
         assert why == "switched off by BAHDANAU_FAST_OFF=one-launch"
-
-
-def test_clusters_are_switched_off_in_the_extension(off, monkeypatch):
-    asked = []
-
-    class Binary:
-        without_clusters = staticmethod(lambda: asked.append("without_clusters"))
-        why_not = staticmethod(lambda: asked.append("why_not"))
-
-    monkeypatch.setattr(availability.importlib, "import_module", lambda _: Binary)
-    for name, function in (
-        ("device", lambda _: nullcontext()),
-        ("current_device", lambda: 0),
-        ("device_count", lambda: 1),
-        ("get_device_capability", lambda *_: (9, 0)),
-    ):
-        monkeypatch.setattr(torch.cuda, name, function)
-    assert availability._does_not_run() is None
-    off("clusters")
-    assert availability._does_not_run() is None
-    assert asked == ["why_not", "without_clusters", "why_not"]
 
 
 def test_explain_says_what_is_off(off):

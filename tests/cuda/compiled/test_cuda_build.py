@@ -17,6 +17,7 @@ import machine_code
 import pytest
 import torch
 
+from bahdanau_fast import switches
 from bahdanau_fast.backends import availability
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -222,7 +223,7 @@ def test_every_kind_of_gpu_is_asked_once(gpus, monkeypatch):
         asked.append(device[0])
         return NO_IMAGE if device[0] in failing else None
 
-    binary = types.SimpleNamespace(why_not=why_not)
+    binary = types.SimpleNamespace(why_not=why_not, without_clusters=lambda: asked.append("off"))
     monkeypatch.setitem(sys.modules, "bahdanau_fast._C_cuda", binary)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in {
@@ -237,3 +238,7 @@ def test_every_kind_of_gpu_is_asked_once(gpus, monkeypatch):
     said = availability.cuda_problem.__wrapped__()
     assert said is None if why is None else re.search(why, said)
     assert asked == kinds
+    asked.clear()
+    monkeypatch.setattr(switches, "OFF", frozenset(["clusters"]))
+    availability.cuda_problem.__wrapped__()
+    assert asked == (["off", *kinds] if kinds else [])

@@ -1,6 +1,5 @@
-"""Every call of csrc/cuda in a CUDA graph: on the mock, which refuses what a capture refuses."""
+"""Every call of csrc/cuda in a CUDA graph: on the mock, which refuses to wait in a capture."""
 
-import ctypes
 from functools import partial
 
 import entry_points
@@ -12,42 +11,6 @@ from mock_cuda import kernel_of, launches, of
 from ptx_machine import needs_compiler
 
 pytestmark = needs_compiler
-
-UNSUPPORTED, INVALIDATED = 900, 901
-
-
-# ---- the mock ----
-
-
-def address(handle=None):
-    return ctypes.byref(ctypes.c_void_p()) if handle is None else ctypes.c_void_p(handle)
-
-
-def wait(gpu, stream):
-    return gpu.runtime("cudaStreamSynchronize", address(stream))
-
-
-def queue(gpu, stream):
-    memory = ctypes.create_string_buffer(1)
-    return gpu.runtime("cudaMemsetAsync", memory, 0, ctypes.c_size_t(1), address(stream))
-
-
-def test_to_wait_ends_a_capture(gpu):
-    stream = gpu.new_stream()
-
-    def waits(which):
-        with gpu.capture(stream):
-            assert queue(gpu, stream) == 0
-            assert wait(gpu, which) == UNSUPPORTED
-            assert queue(gpu, stream) == wait(gpu, stream) == INVALIDATED
-
-    for which in (stream, gpu.new_stream()):
-        with pytest.raises(RuntimeError, match="ended with error 901"):
-            waits(which)
-        assert queue(gpu, stream) == wait(gpu, stream) == 0
-
-
-# ---- the calls ----
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 KEYS = {"whole": 10, "in a cluster": 100, "split": 280, "long": 2000}

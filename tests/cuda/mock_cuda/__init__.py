@@ -42,7 +42,7 @@ PLAN = (
     "groups", "blocks", "rows", "sentences", "units", "hidden", "features", "resident", "bytes",
 )  # fmt: skip
 SHARED = 97  # an attribute of a device: bytes that a block can have
-INVALID, TOO_LARGE, UNSUPPORTED, INVALIDATED, CLUSTER = 1, 720, 900, 901, 912
+INVALID, TOO_LARGE, UNSUPPORTED, CLUSTER = 1, 720, 900, 912
 UNNOTED = "cudaGetErrorString", "cuStreamGetGreenCtx"  # a word, and a call of the driver
 WORDS = {
     35: b"CUDA driver version is insufficient for CUDA runtime version",
@@ -112,8 +112,7 @@ class Mock:
         #: By function of the runtime, for its next call: the error, what runs before it returns.
         self.failing, self.after = {}, {}
         self._green = {}  # multiprocessors by stream, of green contexts
-        self._captures = {}  # by stream, whether a graph can come of what goes into it
-        self._streams = 0
+        self._captures, self._streams = set(), 0
         self._runs, self._failed = None, []
         self.why_not, self.why_not_decode = self.binary.why_not, self.binary.why_not_decode
 
@@ -178,10 +177,6 @@ class Mock:
             name = "_ZN13bahdanau_fast3gpu11clusters_onE"
             ctypes.c_bool.in_dll(self._library, name).value = True
 
-    def runtime(self, function, *arguments):
-        """Call a function of the runtime; the error that it gives."""
-        return getattr(self._library, function)(*arguments)
-
     def new_stream(self):
         """The handle of a stream."""
         self._streams += 1
@@ -189,18 +184,13 @@ class Mock:
 
     @contextmanager
     def capture(self, stream):
-        """Inside, ``stream`` is the current one, and what is queued on it goes into a graph.
-
-        It raises RuntimeError where no graph comes of it.
-        """
-        self._captures[stream] = True
+        """Inside, ``stream`` is the current one, and what is queued on it does not run."""
+        self._captures.add(stream)
         try:
             with self._current(stream):
                 yield
         finally:
-            valid = self._captures.pop(stream)
-        if not valid:
-            raise RuntimeError(f"the capture ended with error {INVALIDATED}")
+            self._captures.remove(stream)
 
     @contextmanager
     def green_context(self, multiprocessors):
@@ -220,7 +210,7 @@ class Mock:
 
     def last_error(self):
         """The error left in this thread, which is taken away."""
-        return self.runtime("cudaGetLastError")
+        return self._library.cudaGetLastError()
 
     def plan(self, lstm, backward, sizes, blocks, shared):
         """How such a decoder is cut for a GPU of so many blocks and bytes: PLAN, by name."""
@@ -261,7 +251,7 @@ class Mock:
         self.after.pop(name, int)()
         return error
 
-    def _error(self, gpu, kernel, numbers, call):  # noqa: PLR0911, PLR0912
+    def _error(self, gpu, kernel, numbers, call):  # noqa: PLR0912
         match call["call"]:
             case "cudaGetErrorString":
                 said = ctypes.c_char_p(WORDS.get(numbers[0], b"another error"))  # which stays
@@ -271,24 +261,17 @@ class Mock:
             case "cudaDeviceGetAttribute":
                 numbers[0] = gpu.shared if numbers[0] == SHARED else gpu.multiprocessors
             case "cudaStreamIsCapturing":
-                numbers[0] = {None: 0, True: 1, False: 2}[self._captures.get(numbers[0])]
+                numbers[0] = int(numbers[0] in self._captures)
             case "cudaStreamSynchronize":  # a graph would miss it; captures are global, as torch's
-                error = self._use(numbers[0])
-                if not error and self._captures:
-                    self._captures, error = dict.fromkeys(self._captures, False), UNSUPPORTED
-                return error
+                return UNSUPPORTED if self._captures else 0
             case "cudaMemsetAsync":
                 memory, value, call["bytes"], call["stream"] = numbers[:4]
-                if error := self._use(call["stream"]):
-                    return error
                 if call["stream"] not in self._captures:
                     ctypes.memset(memory, value, call["bytes"])
                     if self._runs:
                         self._held[1](memory, call["bytes"], FILLED)
             case "cudaMemcpyAsync":
                 to, source, size, stream = numbers[:4]
-                if error := self._use(stream):
-                    return error
                 if stream not in self._captures:
                     ctypes.memmove(to, source, size)
             case "cudaFuncGetAttributes":
@@ -310,13 +293,10 @@ class Mock:
                 return self._launch(gpu, kernel, call)
         return 0
 
-    def _use(self, stream):
-        return 0 if self._captures.get(stream, True) else INVALIDATED
-
     def _launch(self, gpu, kernel, launch):
         grid, block, cluster, shared = (launch[x] for x in ("grid", "block", "cluster", "shared"))
-        if error := self._use(launch["stream"]) or gpu.loads:
-            return error
+        if gpu.loads:
+            return gpu.loads
         if grid == 0 or not 0 < block <= 1024 or not gpu.has(kernel, shared):
             return INVALID
         room = gpu.ptx_version >= 90 and cluster <= gpu.largest_cluster
