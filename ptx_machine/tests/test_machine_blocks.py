@@ -121,23 +121,6 @@ def test_blocks_come_in_between_each_other():
     assert max(changes(order=Order.RANDOM, seed=seed) for seed in range(9)) > 5
 
 
-@pytest.mark.parametrize("opcode", ["atom", "red"])
-def test_the_largest_of_all_blocks(opcode):
-    given = np.random.default_rng(1).integers(0, 2**64, 128, dtype=np.uint64)
-    largest, before = np.zeros(1, np.uint64), np.zeros(128, np.uint64)
-    to = "%rd12, " if opcode == "atom" else ""
-    code = (
-        "mad.wide.u32 %rd10, %r2, 8, %rd0;\nld.global.u64 %rd11, [%rd10];\nmov.u64 %rd12, 0;\n"
-        f"{opcode}.global.max.u64 {to}[%rd1], %rd11;\nmad.wide.u32 %rd10, %r2, 8, %rd2;\n"
-        "st.global.u64 [%rd10], %rd12;"
-    )
-    assert not run(kernel(code, 3), [given, largest, before], 2, 64, cooperative=True)
-    assert largest == given.max()
-    if opcode == "atom":
-        want = np.maximum.accumulate(np.concatenate([np.zeros(1, np.uint64), given[:-1]]))
-        np.testing.assert_array_equal(before, want)
-
-
 @pytest.mark.parametrize("order", [Order.GIVEN, Order.BACKWARDS])
 def test_a_reader_in_another_block_is_not_forgotten(order):
     """All read a place, then the second block, behind a barrier of its own, writes there."""

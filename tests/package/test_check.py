@@ -10,21 +10,22 @@ import json
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from checked_cuda import NAMES, called, family_of, served
-from mock_cuda import kernel_of, mock
+from host_only import routed
+from mock_cuda import kernel_of, launches, mock
 
 from bahdanau_fast import backends, check, cli, switches
 from bahdanau_fast.check import families, problems
 from bahdanau_fast.check.children import OVER, lines
 from ptx_machine import needs_compiler
 
+CUDA = [name for name, family in families.FAMILIES.items() if family.backend == "cuda"]
 SILENCE = 1.0  # where something hangs
 FP32, TRIED = torch.float32, problems.attention(problems.CASES[-1])
 HAS = {"name": "pretended", "major": 9, "minor": 0, "multi_processor_count": 132}
@@ -84,7 +85,7 @@ def test_all_is_right(tmp_path, capsys):
     assert printed.endswith("PASS\n")
     assert [row["family"] for row in report["rows"]] == list(switches.SWITCHES)
     for row in report["rows"]:
-        if row["family"] in NAMES:
+        if row["family"] in CUDA:
             assert 0 <= row["ours"] <= 1
             assert (row["case"], row["dtype"]) == ("planted", "float32")
         else:
@@ -112,6 +113,22 @@ def test_a_mistake_is_found_and_named(said, tmp_path, monkeypatch, capsys):
     assert bool(row.get("output")) == said.startswith("Runtime")
 
 
+def called(name, *args):
+    """What an operator of csrc/cuda gives in a capture, where nothing runs, and its launches."""
+    gpu = mock()
+    gpu.calls()
+    clusters = gpu.without_clusters() if switches.is_off("clusters") else nullcontext()
+    with clusters, gpu.capture(gpu.new_stream()):
+        results = gpu.operator(name, *args)
+    return results, launches(gpu.calls())
+
+
+def family_of(made):
+    if any(kernel_of(x).startswith("persistent") for x in made):
+        return "one-launch"
+    return "clusters" if any(x["cluster"] > 1 for x in made) else "cuda"
+
+
 @needs_compiler
 @pytest.mark.parametrize("multiprocessors", [8, 148])
 def test_experiments_reach_their_family(multiprocessors, monkeypatch):
@@ -126,8 +143,8 @@ def test_experiments_reach_their_family(multiprocessors, monkeypatch):
         return [x.zero_() for x in results]
 
     monkeypatch.setattr(problems, "_DRAWS", 1)
-    with served(run):
-        for name in NAMES:
+    with routed("cuda", run):
+        for name in CUDA:
             monkeypatch.setattr(switches, "OFF", families.beside(name))
             mock().new_gpu(multiprocessors=multiprocessors)
             for each in families.FAMILIES[name].experiments:

@@ -1,8 +1,8 @@
 """What ``bahdanau-fast check`` tries on a GPU keeps the parity rule as machine code."""
 
 import pytest
-from checked_cuda import NAMES, served
 from driven import CudaPtx, needs_nvcc
+from host_only import routed
 from tritoned import TritonPtx
 
 from bahdanau_fast import backends, switches
@@ -14,6 +14,11 @@ from ptx_machine import needs_compiler
 pytestmark = [needs_compiler, pytest.mark.thorough]
 
 
+def of(backend):
+    """The families of a backend."""
+    return [name for name, family in families.FAMILIES.items() if family.backend == backend]
+
+
 def experiments(family):
     """Those that take no stream, which the machine has not."""
     for each in families.FAMILIES[family].experiments:
@@ -23,7 +28,7 @@ def experiments(family):
 
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["80", "90a"])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", of("cuda"))
 def test_cuda(family, arch, monkeypatch):
     kernels = CudaPtx(arch)
 
@@ -32,7 +37,7 @@ def test_cuda(family, arch, monkeypatch):
         return tuple(x.clone() for x in kernels.operator(name, *args))
 
     monkeypatch.setattr(switches, "OFF", families.beside(family))
-    with served(run):
+    with routed("cuda", run):
         for each in experiments(family):
             kernels.begin(4, each.dtype)
             assert each.absent("cuda", "cpu") is None
@@ -41,7 +46,7 @@ def test_cuda(family, arch, monkeypatch):
     assert any("persistent" in name for name in kernels.launched) == (family == "one-launch")
 
 
-@pytest.mark.parametrize("family", ["triton", "terms", "waves", "kept-launches"])
+@pytest.mark.parametrize("family", of("triton"))
 def test_triton(family, monkeypatch):
     monkeypatch.setattr(switches, "OFF", families.beside(family))
     monkeypatch.setattr(TRITON, "device", "cpu")  # which serves the CPU
