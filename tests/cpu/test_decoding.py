@@ -107,24 +107,6 @@ def test_gates_of_any_size(cls, dtype):
     torch.testing.assert_close(got, expected)
 
 
-EMPTY = {
-    "B": lambda a: {
-        **{n: x[:, :0] for n, x in a.items() if n in ("inputs", "hidden", "cell")},
-        **{n: a[n][:0] for n in ("keys", "values")},
-    },
-    "Tk": lambda a: {n: a[n][:, :0] for n in ("keys", "values")},
-}
-
-
-@pytest.mark.parametrize("size", EMPTY)
-@pytest.mark.parametrize("cls", CELLS)
-def test_an_empty_batch_and_empty_keys(cls, size):
-    of, rest = inputs_of(cls, 2, torch.float64)
-    given_ = {n: x for n, x in of._asdict().items() if x is not None}
-    of = of._replace(**EMPTY[size](given_))
-    same_with_gradients(of, rest._replace(valid_lens=None))
-
-
 @pytest.mark.parametrize("cls", CELLS)
 def test_no_steps(cls):
     of, rest = inputs_of(cls, 2, torch.float64)

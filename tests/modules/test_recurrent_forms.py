@@ -239,6 +239,18 @@ def test_packed(cls, form, layers, lengths):
     torch.testing.assert_close(got, with_gradients(want, module, tensors), **EXACT)
 
 
+def test_packed_inputs_compiled_and_on_a_memory():
+    module, tensors = drawn(bf.AttentionGRU, 2, "before the cell")
+    packed = pack_padded_sequence(tensors["inputs"], [2, T, 1, 5, 2], enforce_sorted=False)
+    source = {name: tensors[name] for name in ("keys", "values")}
+    (want, *_), memory = module(packed, **source), module.attention.memory(**source)
+    found = torch.compile(module, backend="eager")(packed, **source), module(packed, memory=memory)
+    assert module.explain(packed, memory=memory).count("cpu") == 1
+    want = with_gradients([want.data], module, source)
+    for got, _ in found:
+        torch.testing.assert_close(with_gradients([got.data], module, source), want, **EXACT)
+
+
 SAID = {
     "after it": "the first step alone, then cpu: one operator: its C++ takes all steps",
     "after it, not fed": "all steps of the layer, then one call of the attention",
@@ -264,7 +276,8 @@ def test_hooks_defaults_and_words(form):
     fed = "context" in tensors
     plain = {n: tensors[n] for n in ("inputs", "keys", "values")}
     want = module(**plain)
-    zeros = {"context": torch.zeros(B, DV).double()} if fed else {}
+    zeros = {"hidden": torch.zeros(1, B, H).double()}
+    zeros |= {"context": torch.zeros(B, DV).double()} if fed else {}
     torch.testing.assert_close(module(**plain, **zeros), want)
     assert module.explain(**plain) == SAID[form]
     seen = []
