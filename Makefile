@@ -52,7 +52,7 @@ test: venv  ## run the test suite; -m thorough has some minutes more, as .ci/run
 deep: venv  ## what takes hours: sanitizers, the fuzzer, drawn sequences, GPU code in a simulator, mutants
 	$(BIN)/python tests/hardening/sanitize.py --json benchmarks/results/sanitize.json
 	$(BIN)/python tests/hardening/fuzz.py --json benchmarks/results/fuzz.json
-	PYTHONPATH=tests/support $(BIN)/python -m ways.sequences 50000
+	BAHDANAU_FAST_SEQUENCES=50000 $(BIN)/python -m pytest -m thorough tests/modules/test_sequences.py
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m deep
 	$(BIN)/python tests/hardening/mutate.py
 

@@ -52,33 +52,27 @@ class Rectified(CourseAttention):
         return self.dropout(self.attention_weights) @ values
 
 
-class LinearNorm(nn.Module):
-    """A Linear in a module of its own, as NVIDIA's Tacotron 2 has it."""
+class Wrapped(nn.Module):
+    """A layer in a module of its own, as NVIDIA's Tacotron 2 has each."""
 
-    def __init__(self, *sizes):
+    def __init__(self, layer):
         super().__init__()
-        self.linear_layer = nn.Linear(*sizes, bias=False)
+        self.layer = layer
 
     def forward(self, x):
-        return self.linear_layer(x)
+        return self.layer(x)
 
 
-class ConvNorm(nn.Module):
-    """The same of a convolution."""
-
-    def __init__(self, *sizes):
-        super().__init__()
-        self.conv = nn.Conv1d(*sizes, padding=sizes[-1] // 2, bias=False)
-
-    def forward(self, x):
-        return self.conv(x)
+def linear(*sizes):
+    return Wrapped(nn.Linear(*sizes, bias=False))
 
 
 class LocationLayer(nn.Module):
     def __init__(self, hidden):
         super().__init__()
-        self.location_conv = ConvNorm(2, CHANNELS, TAPS)
-        self.location_dense = LinearNorm(CHANNELS, hidden)
+        conv = nn.Conv1d(2, CHANNELS, TAPS, padding=TAPS // 2, bias=False)
+        self.location_conv = Wrapped(conv)
+        self.location_dense = linear(CHANNELS, hidden)
 
     def forward(self, attention_weights_cat):
         return self.location_dense(self.location_conv(attention_weights_cat).transpose(1, 2))
@@ -89,9 +83,9 @@ class Tacotron(nn.Module):
 
     def __init__(self, hidden):
         super().__init__()
-        self.query_layer = LinearNorm(DQ, hidden)
-        self.memory_layer = LinearNorm(DK, hidden)
-        self.v = LinearNorm(hidden, 1)
+        self.query_layer = linear(DQ, hidden)
+        self.memory_layer = linear(DK, hidden)
+        self.v = linear(hidden, 1)
         self.location_layer = LocationLayer(hidden)
 
     def forward(
@@ -171,10 +165,10 @@ def course(hidden, bias):
 _ADDITIVE = {name: (name,) for name in ("W_k", "W_q", "w_v", "dropout")}
 _TACOTRON = {
     "W_k": ("memory_layer",),
-    "W_q": ("query_layer", "query_layer.linear_layer"),
+    "W_q": ("query_layer", "query_layer.layer"),
     "w_v": ("v",),
     "W_f": ("location_layer.location_dense",),
-    "conv": ("location_layer.location_conv.conv", "location_layer.location_conv"),
+    "conv": ("location_layer.location_conv.layer", "location_layer.location_conv"),
     "location": ("location_layer",),
 }
 

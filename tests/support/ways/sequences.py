@@ -1,14 +1,9 @@
 """Random sequences of calls, changes and backward passes, on the plain module and on ours.
 
-``PYTHONPATH=tests/support python -m ways.sequences 50000`` runs so many. A sequence that fails is
-shortened and printed as lines that run.
+A sequence that fails is shortened and printed as lines that run.
 """
 
-import argparse
 import random
-import sys
-import time
-from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -187,28 +182,3 @@ def told(seed, plan):
         f"# seed {seed}\nimport torch\nfrom ways.sequences import Plan, Step, run\n"
         f"print(run(Plan({short.options!r}, [\n{steps}])))\n{words}"
     )
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sequences", type=int, nargs="?", default=2000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first one")
-    parser.add_argument("--show", type=int, default=5, help="failures to print")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    start, ended, failed = time.time(), Counter(), []
-    for seed in range(arguments.seed, arguments.seed + arguments.sequences):
-        plan = draw_plan(seed)
-        if run(plan, ended):
-            failed.append(seed)
-            if len(failed) <= arguments.show:
-                print(told(seed, plan), flush=True)
-    done = {action: (ended[action, True], ended[action, False]) for action in ACTIONS}
-    print("steps, and those that the plain module refused:", done)
-    print(f"{arguments.sequences} sequences, {len(failed)} wrong, {time.time() - start:.0f} s")
-    print("seeds:", *failed[:50])
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

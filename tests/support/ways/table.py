@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import pickle
-import threading
 from contextlib import ExitStack
 from operator import attrgetter
 
@@ -15,7 +14,6 @@ from ways.kinds import KINDS
 from ways.layers import GRADIENTS, LAYERED, MADE_ANEW
 from ways.sides import AFTER, BEFORE, WATCHED, Way
 
-OWN_KEYS = ("encoder",)  # where the keys are computed, there is no place to prepare them
 # For keys that no gradient is asked of; and a graph holds the tensors: they cannot be swapped.
 DATA = ("trained", "encoder", "compiled")
 INFERENCE = ("inference", "born in inference")  # of its tensors no gradient can be asked
@@ -36,11 +34,6 @@ def way(what, how, prepare=None, **options):
 def array(tensor):
     """Its memory as numpy sees it."""
     return tensor.detach().numpy()
-
-
-def given(s, tensor):
-    """Make this the keys, a leaf as the ones before."""
-    s.keys = tensor.requires_grad_() if s.keys.requires_grad else tensor
 
 
 def times(name):
@@ -147,16 +140,6 @@ def hidden_from_versions(s):
         s.keys.mul_(-1.5)
 
 
-def from_numpy(s):
-    s.notes["array"] = array(s.keys).copy()
-    given(s, torch.from_numpy(s.notes["array"]))
-
-
-way("keys", "`torch.from_numpy`, the array written", from_numpy, without=OWN_KEYS)(
-    lambda s: s.notes["array"].__imul__(-1.5)
-)
-
-
 @way("keys", "storage freed, made anew and filled")
 def storage_freed_and_filled(s):
     fresh, storage = s.draw(*s.keys.shape), s.keys.untyped_storage()
@@ -171,47 +154,6 @@ def swap_rows(s):
     """The same numbers, in another order: a sum over bytes stays what it was."""
     numbers = array(s.keys)
     numbers[1, [3, 4]] = numbers[1, [4, 3]]
-
-
-def time_first(s):
-    given(s, s.keys.detach().transpose(0, 1).contiguous().transpose(0, 1))
-
-
-way("keys", "time first, then transposed, through numpy", time_first, without=OWN_KEYS)(
-    numpy_times("keys")
-)
-
-
-def expand(s):
-    s.notes["row"] = s.keys.detach()[:1].clone()
-    s.keys = s.notes["row"].expand(s.keys.shape)
-
-
-way("keys", "the row that is expanded to all of them", expand, without=DATA)(
-    lambda s: array(s.notes["row"]).__imul__(-1.5)
-)
-
-
-@way("keys", "written by another thread")
-def by_a_thread(s):
-    thread = threading.Thread(target=lambda: array(s.keys).__imul__(-1.5))
-    thread.start()
-    thread.join()
-
-
-def share_memory(s):
-    given(s, s.keys.detach().clone().share_memory_())
-
-
-@way("keys", "`share_memory_()`, written by another process", share_memory, without=OWN_KEYS)
-def in_another_process(s):
-    """A forked child, as a data loader's worker is, writes into shared memory."""
-    child = torch.multiprocessing.get_context("fork").Process(
-        target=ctypes.memset, args=(s.keys.data_ptr(), 0, 400)
-    )
-    child.start()
-    child.join()
-    assert child.exitcode == 0
 
 
 # ---- the graph
@@ -276,7 +218,8 @@ for how, modes, options in (
     way("graph", f"a call {how}", moves=False, **options)(called_under(*modes))
 # ---- values, lengths, weights and bias
 
-WEIGHTS = "W_k.weight", "W_q.weight", "w_v.weight", "W_q.weight.data", "w_v.weight.data"
+WEIGHTS = "W_k.weight", "W_q.weight", "w_v.weight"
+WEIGHTS += tuple(f"{name}.data" for name in WEIGHTS)
 
 for what, named in {
     "values": {
@@ -315,12 +258,6 @@ for what, named in {
 way("values", "`values.data = new`", pending=False)(renew_data("values"))
 
 
-@way("weights", "`p.data`: an exponential average")
-def exponential_average(s):
-    for p in s.module.parameters():
-        p.data.mul_(0.3).add_(s.draw(*p.shape), alpha=0.7)
-
-
 @way("weights", "`W_k.weight.data = new` at the same address")
 def data_at_the_same_address(s):
     """The allocator often gives back what was freed last; here it is asked until it does."""
@@ -346,12 +283,6 @@ def to_vector(s):
 def vector_again(s):
     s.notes["vector"].mul_(-1.5)
     vector_to_parameters(s.notes["vector"], s.module.parameters())
-
-
-@way("weights", "rounded: `p.copy_(round(p))`")
-def rounded(s):
-    for p in s.module.parameters():
-        p.copy_((p * 2).round() / 2)
 
 
 def swapping(function):
