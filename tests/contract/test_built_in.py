@@ -1,6 +1,7 @@
 """Each module is to PyTorch what a built-in one is: a table of modules by what is done to them."""
 
 import copy
+import io
 import pickle
 import warnings
 
@@ -34,7 +35,9 @@ class Functions(nn.Module):
         mask = torch.arange(TK) % 3 != lens.unsqueeze(1) % 3
         look = {"valid_lens": lens, "mask": mask, "activation": "relu"}
         attended = bf.additive_attention(values=keys, **inside, **look)
-        return *attended, bf.additive_scores(**inside, clip=10.0)
+        layers = of.W_q.weight, of.W_k.weight, of.w_v.weight
+        usual = bf.additive_attention(queries, keys, keys, *layers, lens)
+        return *attended, *usual, bf.additive_scores(**inside, clip=10.0)
 
 
 def drawn(*shape, seed=1):
@@ -73,6 +76,7 @@ MODULES = {
     "causal": additive(causal=True),
     "causal with a mask": additive(causal=True, mask=MASK, valid_lens=LENS),
     "query_mask": additive(query_mask=QUERY_MASK, valid_lens=LENS),
+    "queries of all rows": (additive()[0], (Q[:1], K, V, LENS), {"mask": MASK}),
     "scale": additive(scale=-1.7, mask=scattered(T, TK)),
     "all options": additive(causal=True, query_mask=QUERY_MASK, scale=0.3),
     **{name: additive(name, 0.3) for name in ("relu", "leaky_relu", "sigmoid")},
@@ -143,16 +147,26 @@ class Bound(nn.Module):
         return self.module(*args, **self.options)
 
 
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 def copied(row):
     row.call()
     loaded = row.make().double()
     loaded.load_state_dict(row.module.state_dict())
-    twins = copy.deepcopy(row.module), pickle.loads(pickle.dumps(row.module))
+    twins = copy.deepcopy(row.module), pickle.loads(pickle.dumps(row.module)), saved(row.module)
     for twin in twins if hasattr(loaded, "attention_weights") else ():
         assert torch.equal(twin.attention_weights, row.module.attention_weights)
     want = row.outcome()
     for twin in (*twins, loaded):
         same(row.outcome(twin), want, 0.0)
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+    same(row.outcome(), want, 0.0)
 
 
 def compiled(row):

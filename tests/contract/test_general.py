@@ -4,16 +4,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import parity
 import pytest
 import torch
-from beside import close
 from contract import FORMS, LARGE, lens, scattered
 from parity import (
     DTYPES,
     INPUTS,
     Case,
-    attended,
-    called,
     check,
     fused,
     judged,
@@ -22,6 +20,7 @@ from parity import (
     neighbour,
 )
 from targets import CPU, REFERENCE
+from test_parity import WAYS
 from thorough import every_dtype, one_of_each
 from torch.nn.functional import linear
 
@@ -58,85 +57,68 @@ def test_contract(row, form, dtype):
     CPU.check(row, dtype, **FORMS[form])
 
 
-def stepped(inputs, lens, backend="cpu", remembered=True, **options):
-    """The module with a call for each query, on a memory or on the same keys."""
-    module, found = module_of(inputs, **options), []
-    source = inputs["keys"], inputs["values"], lens
-    with bf.backends.use(backend):
-        memory = module.memory(*source) if remembered else None
-        for query in inputs["queries"].split(1, 1):
-            context = module.attend(query, memory) if remembered else module(query, *source)
-            found.append((context, module.attention_weights))
-    return [torch.cat(of_steps, 1) for of_steps in zip(*found, strict=True)]
-
-
-def hoisted(inputs, lens, sides="qk", **options):
-    """The function with queries or keys or both projected in front of it."""
+def hoisted(inputs, lens, sides, function, **options):
+    """A function with queries, keys or both projected in front of it, with the bias or without."""
     given = dict(inputs)
-    if "q" in sides:
+    if "queries" in sides:
         given |= {"queries": linear(inputs["queries"], inputs["w_q"]), "w_q": None}
-    if "k" in sides:
-        keys = linear(inputs["keys"], inputs["w_k"], inputs["bias"])
-        given |= {"keys": keys, "w_k": None, "bias": None}
-    return fused(given, lens, **options)
+    if "keys" in sides:
+        bias = inputs["bias"] if "bias" in sides else None
+        given |= {"keys": linear(inputs["keys"], inputs["w_k"], bias), "w_k": None}
+    if "bias" in sides:
+        given["bias"] = None
+    return function(given, lens, **options)
 
 
-MODULES = {
-    "call": called,
-    "memory": attended,
-    "steps on a memory": stepped,
-    "a loop": partial(stepped, remembered=False),
-}
+def hooked(inputs, lens, name, backend="cpu", **options):
+    """The module, one of whose layers has a hook, which nothing but a call would run."""
+    module, seen = module_of(inputs, **options), []
+    module.get_submodule(name).register_forward_hook(lambda *_: seen.append(1))
+    with bf.backends.use(backend):
+        context = module(inputs["queries"], inputs["keys"], inputs["values"], lens)
+    assert seen == [1]
+    return context, module.attention_weights
+
+
+MODULES = {f"{name} hooked": partial(hooked, name=name) for name in ("W_q", "W_k", "w_v")} | WAYS
+del MODULES["function"]
+ACTIVATED = [name for name, form in FORMS.items() if "C" not in form]
 
 
 @pytest.mark.parametrize(("how", "dtype", "backend"), every_dtype(MODULES, BACKENDS))
-@pytest.mark.parametrize("form", ["relu", "leaky_relu", "sigmoid"])
+@pytest.mark.parametrize("form", ACTIVATED)
 def test_modules(form, how, dtype, backend):
     # Of so many rows that single steps are computed in fp32, too.
     case = Case(**LARGE | {"B": 36, "Tq": 3}, **FORMS[form], lens=torch.arange(36) * 2)
     check(case, dtype, partial(MODULES[how], backend=backend))
 
 
-@pytest.mark.parametrize(("sides", "dtype", "backend"), every_dtype(["q", "k", "qk"], BACKENDS))
+SIDES = "queries", "keys", "keys and bias", "queries, keys and bias"
+
+
+@pytest.mark.parametrize(("sides", "dtype", "backend"), every_dtype(SIDES, BACKENDS))
 @pytest.mark.parametrize("form", [{}, FORMS["relu"], FORMS["features"]], ids=str)
 def test_projected_in_front(form, sides, dtype, backend):
-    case = Case(**LARGE, **form, lens=lens(7, 53, 0))
-    check(case, dtype, partial(hoisted, sides=sides, backend=backend))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize("sizes", [LARGE, {}, {"B": 1, "Tq": 1}], ids=["large", "small", "step"])
-def test_projected_keys_and_a_bias(sizes, activation, grad, backend):
-    """The bias is inside without a projection of the keys, too; of the reference likewise."""
-    drawn = Case(**sizes).draw(torch.float64)
-    given = {n: drawn[n].requires_grad_(grad) for n in INPUTS if n in drawn}
-    want, weights = reference.additive_attention(**given, activation=activation)
-    scores = reference.additive_scores(
-        **{n: x for n, x in given.items() if n != "values"}, activation=activation
-    )
-    given["keys"] = linear(given["keys"], given["w_k"])
-    given["w_k"] = None
-    for of in (bf, reference):
-        how = {"activation": activation} | ({"backend": backend} if of is bf else {})
-        got = of.additive_attention(**given, **how)
-        close(got, (want, weights))
-        got = of.additive_scores(**{n: x for n, x in given.items() if n != "values"}, **how)
-        close(got, scores)
+    for sizes in (LARGE, {"B": 3}):
+        case = Case(**sizes, **form, lens=lens(7, 53, 0))
+        for function in (fused, parity.scored):
+            how = partial(hoisted, sides=sides, function=function, backend=backend)
+            check(case, dtype, how)
 
 
 SCALED = product(
-    ("queries", "keys", "w_k", "bias", "features", "w_f", "w_v", "values"), (1e-6, 1e-3, 30.0, 1e4)
+    ("queries", "keys", "w_q", "w_k", "bias", "features", "w_f", "w_v", "values"),
+    (1e-6, 1e-3, 30.0, 1e4),
 )
-IN_BOTH = ([(*case, dtype) for dtype in (torch.float32, torch.float64)] for case in SCALED)
+IN_EACH = ([(*case, dtype) for dtype in DTYPES[:3]] for case in SCALED)
 
 
-@pytest.mark.parametrize(("name", "scale", "dtype"), one_of_each(IN_BOTH))
+@pytest.mark.parametrize(("name", "scale", "dtype"), one_of_each(IN_EACH))
 def test_magnitudes(name, scale, dtype):
     for fewer in ({}, {"Tq": 2, "H": 40}):  # fp32 is computed in fp64 for few
-        sizes = {**LARGE, **fewer, "lens": lens(7, 53, 1)}
-        CPU.check(Case(**sizes, C=10, scale={name: scale}), dtype)
+        for features in ({"C": 10}, {}) if name not in ("features", "w_f") else ({"C": 10},):
+            sizes = {**LARGE, **fewer, **features, "lens": lens(7, 53, 0)}
+            CPU.check(Case(**sizes, scale={name: scale}), dtype)
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "batch_last", "expanded"])
@@ -161,11 +143,22 @@ SCORED = {
 }
 
 
+def by_name(function):
+    return lambda inputs, **options: function(**inputs, **options)
+
+
+def on_a_memory(inputs, clip, backend, **options):
+    """By the module."""
+    module = module_of(inputs, **options)
+    with bf.backends.use(backend):
+        return module.scores(inputs["queries"], module.memory(inputs["keys"]), clip)
+
+
 def scored(function, case, drawn, dtype, clip, **options):
     """Scores and their gradients by name, in fp64."""
     names = [n for n in INPUTS if n in drawn and n != "values"]
     inputs = {n: drawn[n].to(dtype).requires_grad_() for n in names}
-    scores = function(**inputs, **case.options(), clip=clip, **options)
+    scores = function(inputs, **case.options(), clip=clip, **options)
     assert scores.dtype == dtype
     grads = torch.autograd.grad(scores, list(inputs.values()), drawn["weights"].to(dtype))
     named = zip(["scores", *(f"d {n}" for n in names)], [scores, *grads], strict=True)
@@ -180,11 +173,12 @@ def test_scores(row, dtype, backend):
     drawn = case.draw(dtype)
 
     def plain(drawn, dtype):
-        return scored(reference.additive_scores, case, drawn, dtype, clip)
+        return scored(by_name(reference.additive_scores), case, drawn, dtype, clip)
 
-    ours = scored(bf.additive_scores, case, drawn, dtype, clip, backend=backend)
     near = partial(neighbour, case, drawn, dtype)
-    keep_the_rule(judged(ours, plain, drawn, near, dtype), row)
+    for way in (by_name(bf.additive_scores), *[on_a_memory] * (not case.C)):
+        ours = scored(way, case, drawn, dtype, clip, backend=backend)
+        keep_the_rule(judged(ours, plain, drawn, near, dtype), row)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -213,48 +207,36 @@ def test_slopes_at_zero(activation, slope, dtype, backend):
 # ---- what PyTorch does with them -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["features", "leaky_relu", "sigmoid"])
-@pytest.mark.parametrize("of", ["scores", "attention", "masked attention"])
-def test_gradcheck_and_second_derivatives(form, of):
-    case = replace(Case(**FORMS[form]), C=FORMS[form].get("C", 0) and 2)
+MASK = scattered(2, 3, 7)
+MASK[1] = False
+LOOKS = {
+    "scores": {"clip": 3.0},
+    "all": {},
+    "without weights": {"need_weights": False, "valid_lens": lens(5, 0)},
+    "lens": {"valid_lens": lens(5, 0)},
+    "lens per query": {"valid_lens": torch.tensor([[1, 5, 0], [2, 3, 4]])},
+    "mask per row": {"valid_lens": lens(6, 7), "mask": MASK[:, 0]},
+    "mask per query": {"valid_lens": lens(5, 0), "mask": MASK},
+}
+
+
+@pytest.mark.parametrize(
+    "form", [{}, *map(FORMS.get, ("features", "leaky_relu", "sigmoid"))], ids=str
+)
+@pytest.mark.parametrize("look", LOOKS)
+def test_gradcheck_and_second_derivatives(form, look):
+    case = replace(Case(**form), C=form.get("C", 0) and 2)
     drawn = {n: x for n, x in case.draw(torch.float64).items() if n in INPUTS}
-    if of == "scores":
+    call = bf.additive_attention
+    if look == "scores":
+        call = bf.additive_scores
         del drawn["values"]
-    names = list(drawn)
-    look = {"mask": scattered(case.B, case.Tq, case.Tk)} if of == "masked attention" else {}
 
     def function(*tensors):
-        given = dict(zip(names, tensors, strict=True))
-        if of == "scores":
-            return bf.additive_scores(**given, **case.options(), clip=3.0)
-        valid = torch.tensor([5, 0])
-        return bf.additive_attention(**given, **case.options(), valid_lens=valid, **look)
+        given = dict(zip(drawn, tensors, strict=True))
+        found = call(**given, **case.options(), **LOOKS[look], backend="cpu")
+        return [x for x in found if x is not None] if isinstance(found, tuple) else found
 
     inputs = [x.requires_grad_() for x in drawn.values()]
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-
-def tensors(dtype=torch.float32, grad=False):
-    drawn = Case(**LARGE, C=4).draw(torch.float32)
-    return {n: x.to(dtype).requires_grad_(grad) for n, x in drawn.items() if n in INPUTS}
-
-
-def test_distributed_tensors():
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    inputs = {n: x for n, x in tensors().items() if n != "values"}
-    want = bf.additive_scores(**inputs)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        rows = ("queries", "keys", "features")
-        spread = {
-            n: distribute_tensor(x, mesh, [Shard(0)] if n in rows else None)
-            for n, x in inputs.items()
-        }
-        torch.testing.assert_close(bf.additive_scores(**spread).full_tensor(), want)
-    finally:
-        distributed.destroy_process_group()

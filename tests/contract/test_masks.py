@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from beside import close
+from beside import and_gradients, close, formula
 from contract import operands, places, scattered
 
 import bahdanau_fast as bf
@@ -31,21 +31,6 @@ def inputs(queries=TQ, **how):
     return [torch.randn(s, generator=generator, **how) for s in shapes]
 
 
-def with_gradients(call, leaves):
-    """Results of a call, and gradients of all of them together."""
-    results = call()
-    grads = torch.autograd.grad(results, leaves, [x.detach().cos() for x in results])
-    return [*results, *grads]
-
-
-def plain(attention, queries, keys, values, lens, mask):
-    layers = (attention.W_q, attention.W_k, attention.w_v)
-    weights = [layer.weight for layer in layers]
-    return bf.reference.additive_attention(
-        queries, keys, values, *weights, lens, mask=mask, bias=attention.bias
-    )
-
-
 @needs_cpu
 @pytest.mark.parametrize("per_query", [False, True])
 @pytest.mark.parametrize("queries", [1, TQ])
@@ -54,9 +39,7 @@ def test_a_prefix_is_a_length_to_the_bit(attention, queries, per_query):
     mask = PREFIX.unsqueeze(1).expand(B, queries, TK) if per_query else PREFIX
     leaves = [q, k, v, *attention.parameters()]
     of_lens, of_mask = (
-        with_gradients(
-            lambda how=how: (attention(q, k, v, **how), attention.attention_weights), leaves
-        )
+        and_gradients((attention(q, k, v, **how), attention.attention_weights), leaves)
         for how in ({"valid_lens": LENS}, {"mask": mask})
     )
     assert all(map(torch.equal, of_mask, of_lens))
@@ -92,7 +75,7 @@ def test_one_key_before_the_last_is_seen_wherever_it_is(attention, queries):
     mask = torch.eye(TK, dtype=torch.bool)
     mask[:, -1] = True
     with torch.no_grad():
-        close(attention(*drawn, mask=mask), plain(attention, *drawn, None, mask)[0])
+        close(attention(*drawn, mask=mask), formula(attention, *drawn, mask=mask)[0])
 
 
 INSIDE = {"features": {"C": 3}, "relu": {"activation": 1}}
@@ -109,11 +92,11 @@ def test_keys_that_no_query_sees_are_not_scored(form, queries):
     def call():
         return torch.ops.bahdanau_fast.attention(*tensors, mask=mask, **inside)[:2]
 
-    want = with_gradients(call, leaves)
+    want = and_gradients(call(), leaves)
     with torch.no_grad():
         for first, end in ((0, 16), (24, 40), (48, TK)):  # whole tiles of eight
             tensors[1][:, first:end] = float("nan")
-    assert all(map(torch.equal, with_gradients(call, leaves), want))
+    assert all(map(torch.equal, and_gradients(call(), leaves), want))
 
 
 @needs_cpu
@@ -123,7 +106,7 @@ def test_a_prefix_is_a_length_to_the_bit_inside(form):
     leaves = [*tensors, *(x for x in inside.values() if isinstance(x, torch.Tensor))]
     attention = torch.ops.bahdanau_fast.attention
     of_lens, of_mask = (
-        with_gradients(lambda seen=seen: attention(*tensors, **seen, **inside)[:2], leaves)
+        and_gradients(attention(*tensors, **seen, **inside)[:2], leaves)
         for seen in ({"valid_lens": LENS}, {"mask": PREFIX.unsqueeze(1)})
     )
     assert all(map(torch.equal, of_mask, of_lens))
@@ -143,23 +126,6 @@ def test_keys_that_no_query_sees_cost_little(threads):
 
     few, most = (places(4096, seen).view(1, 1, -1) for seen in ((4000, 4064), (1, 4096)))
     assert min(seconds(most) for _ in range(7)) > 3 * min(seconds(few) for _ in range(7))
-
-
-@pytest.mark.parametrize("lens", [None, LENS], ids=["no lens", "lens"])
-@pytest.mark.parametrize("mask", [PER_ROW, PER_QUERY], ids=["per row", "per query"])
-def test_every_way_in_takes_a_mask(attention, mask, lens):
-    q, k, v = inputs()
-    context, weights = plain(attention, q, k, v, lens, mask)
-    memory = attention.memory(k, v, lens, mask=mask)
-    ways = (
-        lambda: attention(q, k, v, lens, mask=mask),
-        lambda: attention.attend(q, memory),
-        lambda: attention.attend(q, attention.memory(k, v, lens), mask=mask),
-        lambda: attention.attend(q, attention.memory(k, v, lens, mask=mask), mask=mask),
-    )
-    for call in ways:
-        close(call(), context)
-        close(attention.attention_weights, weights)
 
 
 SPREAD = {
@@ -193,9 +159,9 @@ def test_masks_broadcast(attention, mask, backend):
         ways.append(lambda: (attention.attend(q, attention.memory(k, v, mask=mask)),))
     with bf.backends.use(backend):
         for way in ways:
-            got = with_gradients(way, leaves)
+            got = and_gradients(way(), leaves)
             count = len(got) - len(leaves)
-            want = with_gradients(lambda n=count: plain(attention, q, k, v, None, full)[:n], leaves)
+            want = and_gradients(formula(attention, q, k, v, mask=full)[:count], leaves)
             close(got, want)
     close(
         bf.DotProductAttention()(q, k, v, mask=mask), bf.DotProductAttention()(q, k, v, mask=full)
@@ -220,48 +186,58 @@ def test_masked_softmax(attention):
     close(both, bf.masked_softmax(scores, mask=PER_ROW & PREFIX))
 
 
-@pytest.mark.parametrize("form", ["memory", "course"])
+SOME = scattered(B, TK, seed=7, share=0.8).unsqueeze(1)
+
+
+@pytest.mark.parametrize("form", ["memory", "memory with a mask", "course"])
 def test_gradients_left_to_the_last_step_know_the_masks(attention, form):
     """A mask of its own for each step, lengths for another, nothing for a third."""
     q, k, v = inputs(6, requires_grad=True)
-    looks = ({"mask": PER_ROW}, {"mask": PER_QUERY[:, 1:2]}, {"mask": PER_QUERY[:, 2:3]}, {}, {})
-    looks = (*looks, {"mask": PREFIX})
+    looks = PER_ROW.unsqueeze(1), PER_QUERY[:, 1:2], PER_QUERY[:, 2:3], None, None, PREFIX[:, None]
     leaves = [q, k, v, *attention.parameters()]
+    lens, mask = (LENS, SOME) if form == "memory with a mask" else (None, None)
+    memory, got, want = attention.memory(k, v, lens, mask=mask), [], []
+    for query, look in zip(q.split(1, 1), looks, strict=True):
+        if form == "course":
+            got.append(attention(query, k, v, mask=look))
+        else:
+            got.append(attention.attend(query, memory, mask=look))
+        seen = look if mask is None else mask if look is None else mask & look
+        want.append(formula(attention, query, k, v, lens, seen)[0])
+    close(*(and_gradients(results, leaves) for results in (got, want)))
 
-    def stepped():
-        memory = attention.memory(k, v)
-        for i, look in enumerate(looks):
-            query = q[:, i : i + 1]
-            if form == "memory":
-                yield attention.attend(query, memory, **look)
-            else:
-                yield attention(query, k, v, **look)
 
-    def wanted():
-        for i, look in enumerate(looks):
-            yield plain(attention, q[:, i : i + 1], k, v, None, look.get("mask"))[0]
-
-    got, want = (with_gradients(lambda of=of: list(of()), leaves) for of in (stepped, wanted))
-    close(got, want)
+OF_QUERIES = LENS.unsqueeze(1) * torch.arange(TQ) / 2
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("mask", [PER_ROW, PER_QUERY], ids=["per row", "per query"])
-def test_dot_product_attention(mask, need_weights):
-    dot = bf.DotProductAttention(need_weights=need_weights)
-    q, k, v = inputs()
-    seen = PREFIX.unsqueeze(1) & (mask.unsqueeze(1) if mask.dim() == 2 else mask)
-    scores = (q @ k.transpose(1, 2) / D**0.5).masked_fill(~seen, float("-inf"))
-    scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    want = torch.softmax(scores, -1) @ v
-    memories = dot.memory(k, v, LENS, mask=mask), dot.memory(k, v, LENS)
-    for got in (
-        dot(q, k, v, LENS, mask=mask),
-        dot.attend(q, memories[0]),
-        dot.attend(q, memories[0], mask=mask),
-        dot.attend(q, memories[1], mask=mask),
+@pytest.mark.parametrize("lens", [None, LENS, OF_QUERIES], ids=["no lens", "lens", "per query"])
+@pytest.mark.parametrize("mask", [None, PER_ROW, PER_QUERY], ids=["no mask", "mask", "per query"])
+def test_dot_product_attention(mask, lens, need_weights):
+    dot = bf.DotProductAttention(0.3, need_weights=need_weights).eval()
+    q, k, v = leaves = inputs(requires_grad=True)
+    seen = torch.ones(B, TQ, TK, dtype=torch.bool)
+    if lens is not None:
+        seen &= torch.arange(TK) < lens.view(B, -1, 1)
+    if mask is not None:
+        seen &= mask.view(B, -1, TK)
+
+    def plain():
+        scores = (q @ k.transpose(1, 2) / D**0.5).masked_fill(~seen, float("-inf"))
+        weights = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
+        return [weights @ v, *[weights] * need_weights]
+
+    want = and_gradients(plain(), leaves)
+    memories = dot.memory(k, v, lens, mask=mask), dot.memory(k, v, lens)
+    for call in (
+        lambda: dot(q, k, v, lens, mask=mask),
+        lambda: dot.attend(q, memories[0]),
+        lambda: dot.attend(q, memories[0], mask=mask),
+        lambda: dot.attend(q, memories[1], mask=mask),
     ):
-        close(got, want)
+        context = call()
+        close(and_gradients([context, *[dot.attention_weights] * need_weights], leaves), want)
+        assert need_weights == (dot.attention_weights is not None)
 
 
 def test_dropout_drops_what_is_seen(attention):
@@ -288,35 +264,6 @@ def test_the_reason_is_told(attention):
     memory = attention.memory(k, mask=PER_ROW)
     of_cpu = attention.explain(q, attention.memory(k))
     assert attention.explain(q, memory) == attention.explain(q, memory, mask=PER_ROW) == of_cpu
-
-
-@pytest.mark.parametrize("clip", [None, 2.5])
-def test_scores_are_the_logits(attention, clip):
-    attention.double()
-    q, k, v = (x.detach().double().requires_grad_() for x in inputs())
-    memory = attention.memory(k, v, LENS, mask=PER_ROW)
-    context = attention.attend(q, memory)
-    weights, leaves = attention.attention_weights, [q, k, *attention.parameters()]
-
-    def wanted():
-        z = attention.W_q(q).unsqueeze(2) + (attention.W_k(k) + attention.bias).unsqueeze(1)
-        scores = attention.w_v(torch.tanh(z)).squeeze(-1)
-        return [scores if clip is None else clip * torch.tanh(scores)]
-
-    got = with_gradients(lambda: [attention.scores(q, memory, clip)], leaves)
-    close(got, with_gradients(wanted, leaves))
-    assert attention.attention_weights is weights
-    if clip is None:
-        close(bf.masked_softmax(got[0], LENS, mask=PER_ROW) @ v, context)
-        close(attention.scores(q[:, 1], memory), got[0][:, 1])
-
-
-def test_clipped_scores_are_rounded_once(attention):
-    attention.bfloat16()
-    q, k, _ = inputs(dtype=torch.bfloat16)
-    weights = [layer.weight for layer in (attention.W_q, attention.W_k, attention.w_v)]
-    want = bf.additive_scores(q, k, *weights, bias=attention.bias, clip=10.0)
-    assert torch.equal(attention.scores(q, attention.memory(k), 10.0), want)
 
 
 def test_scores_call_a_layer_that_is_more_than_its_weight(attention):

@@ -30,7 +30,7 @@ ADDRESS = {
     "test_projection.py": "few_rows or wanted or values_and_gradients",
     "test_operator_errors.py": "",
     "test_parity.py": "not very_long",
-    "test_general.py": "forms or test_contract or layouts or scores",
+    "test_general.py": "forms or test_contract or layouts or scores or gradcheck",
     "test_location.py": "steps or gradients",
     "test_masks.py": "not cost",
     "test_robustness.py": "finite or gradients or strides or eight",

@@ -4,10 +4,9 @@ import copy
 import gc
 import weakref
 
-import parity
 import pytest
 import torch
-from beside import as_exact
+from beside import as_exact, formula
 from profiled import allocated, counts
 from threads import at_once
 from torch.utils.checkpoint import checkpoint
@@ -18,39 +17,6 @@ from bahdanau_fast.backends.cpu import TABLE_ELEMENTS
 B, TK, D, H, STEPS = 3, 53, 17, 19, 6
 # Smaller sources have no memory worth sharing.
 assert min(B * TK * D, B * TK * H) >= TABLE_ELEMENTS
-
-
-def step_by_step(inputs, lens):
-    """A memory and one query after the other."""
-    module = parity.module_of(inputs)
-    memory = module.memory(inputs["keys"], inputs["values"], lens)
-    assert memory.projected.shared is not None
-    results = [
-        (module.attend(query, memory), module.attention_weights)
-        for query in inputs["queries"].split(1, 1)
-    ]
-    return [torch.cat(parts, 1) for parts in zip(*results, strict=True)]
-
-
-CASES = {
-    "plain": {},
-    "lens": {"lens": torch.tensor([3, 53, 0])},
-    "context": {"grads": "context", "lens": torch.tensor([9, 1, 40])},
-    "weights": {"grads": "weights"},
-    "keys are values": {"tied": True, "lens": torch.tensor([53, 52, 51])},
-    "large": {"scale": {"keys": 1e3, "queries": 1e2}},
-    "small": {"scale": dict.fromkeys(parity.INPUTS, 1e-4)},
-    "laid out": {"layout": {"keys": "batch_last", "values": "strided", "queries": "sliced"}},
-    "many units": {"H": 300, "B": 10, "Tk": 70},
-    "long": {"B": 1, "Tk": 400, "H": 150},
-}
-
-
-@pytest.mark.parametrize("dtype", parity.DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_parity(name, dtype):
-    sizes = {"B": B, "Tq": STEPS, "Tk": TK, "H": H, "Dq": 5, "Dk": D, "Dv": 11, **CASES[name]}
-    parity.check(parity.Case(**sizes), dtype, step_by_step)
 
 
 @pytest.fixture(params=["tanh", "leaky_relu"])
@@ -89,15 +55,9 @@ def in_course_form(module, keys, queries):
     return [module(query, keys, keys, LENS) for query in queries]
 
 
-def plain(module, query, keys, lens=LENS):
-    weights = module.W_q.weight, module.W_k.weight, module.w_v.weight
-    kind = {"activation": module.activation, "negative_slope": module.negative_slope}
-    return bf.reference.additive_attention(query, keys, keys, *weights, lens, **kind)[0]
-
-
 def apart(module, keys, queries):
     """The reference, which shares nothing."""
-    return [plain(module, query, keys) for query in queries]
+    return [formula(module, query, keys, keys, LENS)[0] for query in queries]
 
 
 def unshared(module, keys, queries):
@@ -216,7 +176,7 @@ def test_steps_of_several_sizes_and_lengths(module, keys):
     lens = [None, torch.tensor([4, 9, 0]), torch.randint(0, TK, (B, 2))]
     queries = [torch.randn(B, n, D, dtype=torch.float64) for n in (1, 3, 2)]
     calls, inputs = list(zip(queries, lens, strict=True)), [keys, *module.parameters()]
-    others = [plain(module, query, keys, each) for query, each in calls]
+    others = [formula(module, query, keys, keys, each)[0] for query, each in calls]
     module(queries[0], keys, keys)
     value = loss([module(query, keys, keys, each) for query, each in calls])
     assert "attention_backward" not in counts(lambda: value.backward(retain_graph=True))

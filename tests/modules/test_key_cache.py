@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from beside import formula
 from course import CourseAttention
 from profiled import projections
 from torch import nn
@@ -32,8 +33,7 @@ def held(module):
 
 
 def truth(module, query, keys):
-    weights, kind = (module.W_q.weight, module.W_k.weight, module.w_v.weight), module.activation
-    return bf.reference.additive_attention(query, keys, keys, *weights, activation=kind)[0]
+    return formula(module, query, keys, keys)[0]
 
 
 def agrees(module, query, keys):
@@ -63,8 +63,8 @@ def query():
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_keys_are_projected_once(module, keys, query, mode):
     def loop():
-        for step in range(10):
-            module(query + step, keys, keys)
+        for step in range(10):  # a query, or a state
+            module(query + step if step % 2 else query[:, 0] + step, keys, keys)
 
     def on_a_memory():
         memory = module.memory(keys)
@@ -102,34 +102,9 @@ def test_keys_that_come_once_are_not_remembered(module, query):
     assert seen(sources[4])
 
 
-def test_without_cache_keys_nothing_is_held(keys, query):
-    module = bf.AdditiveAttention(DK, DQ, H, cache_keys=False)
-    agrees(module, query, keys)
-    assert held(module) is None
-
-
 def test_cache_keys_is_checked():
     with pytest.raises(ValueError, match="cache_keys must be True or False, got 'trust'"):
         bf.AdditiveAttention(DK, DQ, H, cache_keys="trust")
-
-
-def test_tiny_keys(query):
-    # Not remembered, hence right under the same changes.
-    module = bf.AdditiveAttention(DK, DQ, H)
-    keys = torch.randn(B, 2, DK)
-    agrees(module, query, keys)
-    keys.neg_()
-    agrees(module, query, keys)
-    with torch.no_grad():
-        module.W_k.weight.neg_()
-    agrees(module, query, keys)
-
-
-def test_backend_changed(module, keys, query):
-    agrees(module, query, keys)
-    with bf.backends.use("reference"):
-        agrees(module, query, keys)
-    agrees(module, query, keys)
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-import io
-import math
 import pickle
 
 import pytest
 import torch
-from course import CourseAttention, CourseMLPAttention, course_softmax, inputs
+from course import CourseAttention, CourseMLPAttention, inputs
 from torch import nn
 
 import bahdanau_fast as bf
@@ -52,6 +50,7 @@ def test_the_oldest_state_dict(lens):
     data = inputs(6, 6)
     ours.load_state_dict(course.state_dict(), strict=True)
     same(ours, course, lens, data)
+    torch.testing.assert_close(ours(*data[:2]), ours(*data[:2], data[1]))
     course.load_state_dict(bf.MLPAttention(8, 6).state_dict(), strict=True)
 
 
@@ -84,17 +83,18 @@ def test_signatures(arguments, named):
 @pytest.mark.parametrize(("query", "key", "given"), [(5, 5, None), (5, 5, 5), (7, 3, 7), (1, 9, 1)])
 def test_from_concat(query, key, given, with_bias):
     linear, v = nn.Linear(query + key, 8, bias=with_bias), nn.Linear(8, 1)
-    module = bf.AdditiveAttention.from_concat(linear, v, given)
+    slope = {"activation": "leaky_relu", "negative_slope": 0.3}
+    module = bf.AdditiveAttention.from_concat(linear, v, given, **slope)
     q, k, values = inputs(query, key)
     pairs = torch.cat([q[:, :, None].expand(-1, -1, 10, -1), k[:, None].expand(-1, 3, -1, -1)], -1)
-    weights = v(torch.tanh(linear(pairs))).squeeze(-1).softmax(-1)
+    weights = v(nn.functional.leaky_relu(linear(pairs), 0.3)).squeeze(-1).softmax(-1)
     torch.testing.assert_close(module(q, k, values), weights @ values)
     with torch.no_grad():
         linear.weight.zero_()
     assert module.W_k.weight.abs().max() > 0  # copies
     kept = bf.AdditiveAttention.from_concat(linear.double(), v.double(), given, 0.25)
     assert kept.W_q.weight.dtype == torch.float64
-    assert kept.dropout.p == 0.25
+    assert (kept.dropout.p, kept.activation) == (0.25, "tanh")
 
 
 @pytest.mark.parametrize("biases", [(True, True, True), (False, True, False), (False, False, True)])
@@ -123,6 +123,33 @@ def test_a_state_dict_with_biases_names_the_constructor():
         refused = pytest.raises(RuntimeError) if strict else contextlib.nullcontext()
         with pytest.warns(UserWarning, match=r"W_q.bias, w_v.bias are not .*from_linears"), refused:
             model.load_state_dict(loaded, strict=strict)
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def test_a_state_dict_does_not_say_which_activation():
+    plain, ours = bf.AdditiveAttention(8), bf.AdditiveAttention(2, 20, 8, activation="relu")
+    plain.load_state_dict(ours.state_dict(), strict=True)
+    assert (plain(*inputs()) - ours(*inputs())).abs().max() > 0.001
+
+
+def test_a_module_that_was_pickled_before_there_was_a_choice():
+    older, (queries, *source) = bf.AdditiveAttention(2, 20, 8), inputs()
+    want = older(queries, *source)
+    del older.__dict__["_terms"]
+    for module in (older, pickle.loads(pickle.dumps(older)), copy.deepcopy(older)):
+        assert module.activation == "tanh"
+        assert torch.equal(module(queries, *source), want)
+        torch.testing.assert_close(module.attend(queries, module.memory(*source)), want)
+
+
+def test_an_activation_cannot_be_exchanged():
+    """A memory may have been made for the one that it has, which reads no table."""
+    module = bf.AdditiveAttention(2, 20, 64, activation="relu")
+    assert module.memory(*inputs(Tk=500)[1:]).projected.table is None
+    with pytest.raises(AttributeError):
+        module.activation = "tanh"
 
 
 # ---- the course's printed examples ---------------------------------------------------------------
@@ -160,61 +187,6 @@ def test_printed_attention(module, query):
     context = module.eval()(torch.normal(0, 1, (2, 1, query)), keys, values, lens)
     want = torch.tensor([[[2.0, 3.0, 4.0, 5.0]], [[10.0, 11.0, 12.0, 13.0]]])
     torch.testing.assert_close(context, want)
-
-
-# ---- dot-product attention -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lens", LENS, ids=str)
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_dot_product(need_weights, lens):
-    q, k, v = (x.requires_grad_() for x in inputs(6, 6))
-    module = bf.DotProductAttention(0.3, need_weights=need_weights).eval()
-    weights = course_softmax(q @ k.transpose(1, 2) / math.sqrt(6), lens)
-    got = module(q, k, v, lens)
-    torch.testing.assert_close(got, weights @ v)
-    if need_weights:
-        torch.testing.assert_close(module.attention_weights, weights)
-    else:
-        assert module.attention_weights is None
-    grad = torch.randn(got.shape)
-    grads = [torch.autograd.grad(of, (q, k, v), grad) for of in (got, weights @ v)]
-    torch.testing.assert_close(*grads)
-
-
-# ---- attention_weights, copies, memory -----------------------------------------------------------
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": lambda m: torch.load(_saved(m), weights_only=False),
-}
-
-
-def _saved(module):
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return buffer
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("sizes", [(8,), (2, 20, 8)], ids=["lazy", "sized"])
-def test_copies(sizes, how):
-    before = COPIES[how](bf.AdditiveAttention(*sizes, 0.25))
-    assert before.dropout.p == 0.25
-    assert before.attention_weights is None
-    before(*inputs())
-    module = bf.AdditiveAttention(*sizes, bias=True)
-    module(*inputs())  # in the graph, and the projection cached
-    other = COPIES[how](module)
-    assert torch.equal(other.attention_weights, module.attention_weights)
-    assert torch.equal(other(*inputs()), module(*inputs()))
-    with torch.no_grad():
-        other.W_k.weight.add_(1)
-        other.W_q.weight.mul_(-2)
-    assert (other(*inputs()) - module(*inputs())).abs().max() > 1e-4
 
 
 def test_what_print_shows():

@@ -1,8 +1,10 @@
 """torch.func, forward mode, second derivatives: right, or an error; never a tangent lost."""
 
+from functools import partial
+
 import pytest
 import torch
-from beside import close
+from beside import close, formula
 from threads import one_thread  # noqa: F401  a fixture
 from torch.autograd import forward_ad
 
@@ -36,23 +38,65 @@ def function(attention, queries, keys, values, lens=None):
 
 
 def plain(attention, queries, keys, values, lens=None):
-    with bf.backends.use("reference"):
-        return function(attention, queries, keys, values, lens)
+    return formula(attention, queries, keys, values, lens)[0]
 
 
 ways = pytest.mark.parametrize("way", [call, attend, function])
 sizes = pytest.mark.parametrize("hidden", SIZES.values(), ids=SIZES)
+SAMPLES = tensors((5, 2, 3, 4), (5, 2, 6, 3), (5, 2, 6, 2))
+FIRST = tuple(x[0] for x in SAMPLES)
 
 
-@ways
-@sizes
-def test_vmap(way, hidden):
-    attention = module(hidden)
-    q, k, v = tensors((5, 2, 3, 4), (5, 2, 6, 3), (5, 2, 6, 2))
+class Squared(torch.nn.Module):
+    def __init__(self, attention, way):
+        super().__init__()
+        self.attention, self.way = attention, way
+
+    def forward(self, *inputs):
+        return self.way(self.attention, *inputs).square().sum()
+
+
+def by_vmap(attention, way):
     lens = torch.arange(10).reshape(5, 2) - 2
-    got = torch.func.vmap(lambda *x: way(attention, *x))(q, k, v, lens)
-    close(got, torch.stack([way(attention, *x) for x in zip(q, k, v, lens, strict=True)]))
-    close(way(attention, q[0], k[0], v[0]), plain(attention, q[0], k[0], v[0]))  # and then again
+    return torch.func.vmap(partial(way, attention))(*SAMPLES, lens)
+
+
+def gradients_per_sample(attention, way):
+    model = Squared(attention, way)
+
+    def loss(parameters, *inputs):
+        return torch.func.functional_call(model, parameters, inputs)
+
+    of_each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))
+    return of_each(dict(model.named_parameters()), *SAMPLES)
+
+
+def by_jvp(attention, way):
+    return torch.func.jvp(partial(way, attention), FIRST, tuple(x.cos() for x in FIRST))
+
+
+def by_hessian(attention, way):
+    queries, *rest = FIRST
+    return torch.func.hessian(lambda x: way(attention, x, *rest).sum())(queries)
+
+
+def forward_mode(attention, way):
+    queries, keys, values = FIRST
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(keys, keys.cos())
+        context = way(attention, queries, dual, values, torch.tensor([4, 0]))
+        tangent = forward_ad.unpack_dual(context).tangent
+    assert float(tangent.detach().abs().max()) > 1e-3
+    return tangent
+
+
+def forward_mode_of_constants(attention, way):
+    return forward_mode(attention.requires_grad_(False), way)
+
+
+TRANSFORMS = (
+    by_vmap, gradients_per_sample, by_jvp, by_hessian, forward_mode, forward_mode_of_constants,
+)  # fmt: skip
 
 
 @sizes
@@ -72,61 +116,11 @@ def test_vmap_over_queries_of_a_memory_from_outside(hidden):
 
 @ways
 @sizes
-def test_gradients_per_sample(way, hidden):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(transform, way, hidden):
     attention = module(hidden)
-    q, k, v = tensors((4, 1, 3, 4), (4, 1, 6, 3), (4, 1, 6, 2))
-
-    class Squared(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, *x):
-            return way(self.attention, *x).square().sum()
-
-    model = Squared()
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters, *x):
-        return torch.func.functional_call(model, parameters, x)
-
-    got = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))(parameters, q, k, v)
-    for i in range(4):
-        want = torch.autograd.grad(model(q[i], k[i], v[i]), list(parameters.values()))
-        for name, one in zip(parameters, want, strict=True):
-            close(got[name][i], one)
-
-
-@ways
-@sizes
-def test_jvp_and_hessian(way, hidden):
-    attention = module(hidden)
-    q, k, v = tensors((1, 2, 4), (1, 6, 3), (1, 6, 2))
-    tangents = tuple(tensors(q.shape, k.shape, v.shape, seed=1))
-    got = torch.func.jvp(lambda *x: way(attention, *x), (q, k, v), tangents)
-    want = torch.func.jvp(lambda *x: plain(attention, *x), (q, k, v), tangents)
-    close(got, want)
-    close(
-        torch.func.hessian(lambda x: way(attention, x, k, v).sum())(q),
-        torch.func.hessian(lambda x: plain(attention, x, k, v).sum())(q),
-    )
-
-
-@ways
-@sizes
-@pytest.mark.parametrize("trained", [True, False])
-def test_forward_mode(way, hidden, trained):
-    attention = module(hidden).requires_grad_(trained)
-    q, k, v, tangent = tensors((2, 3, 4), (2, 6, 3), (2, 6, 2), (2, 6, 3))
-    lens = torch.tensor([4, 0])
-    tangents = []
-    for one in (way, plain):
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(k, tangent)
-            tangents.append(forward_ad.unpack_dual(one(attention, q, dual, v, lens)).tangent)
-    close(*tangents)
-    assert float(tangents[0].detach().abs().max()) > 1e-3
-    close(way(attention, q, k, v, lens), plain(attention, q, k, v, lens))
+    close(*(transform(attention, one) for one in (way, plain)))
+    close(*(one(attention, *FIRST) for one in (way, plain)))  # and then again
 
 
 @pytest.mark.parametrize("derivative", ["jacobian", "hessian"])
@@ -227,7 +221,7 @@ def test_a_loop_of_steps_differentiated_twice(way):
 # ---- under torch.compile -------------------------------------------------------------------------
 
 
-def test_transforms_compile():
+def test_compiled():
     attention = bf.AdditiveAttention(16, 16, 32)
     q, k = torch.randn(4, 3, 16), torch.randn(4, 7, 16)
     parameters = dict(attention.named_parameters())

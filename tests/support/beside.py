@@ -3,7 +3,7 @@
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from bahdanau_fast import parity
+from bahdanau_fast import parity, reference
 
 # Of the largest value of a tensor, or of one; none sums more than some thousand products.
 SHARES = {
@@ -65,6 +65,20 @@ def with_gradients(results, module, inputs, zeros=False):
     leaves = [x for x in (*inputs.values(), *module.parameters()) if x.requires_grad]
     loss, more = sum(x.cos().sum() for x in results), {"materialize_grads": zeros}
     return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True, **more)]
+
+
+def and_gradients(results, leaves):
+    """Results, and gradients of all of them together."""
+    grads = torch.autograd.grad(results, leaves, [x.detach().cos() for x in results])
+    return [*results, *grads]
+
+
+def formula(module, queries, keys, values, lens=None, mask=None):
+    """Context and weights by the reference, of AdditiveAttention's layers."""
+    weights = [layer.weight for layer in (module.W_q, module.W_k, module.w_v)]
+    inside = {name: getattr(module, name) for name in ("bias", "activation", "negative_slope")}
+    given = queries, keys, values, *weights, lens
+    return reference.additive_attention(*given, mask=mask, **inside)
 
 
 def ran(report):
