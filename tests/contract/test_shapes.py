@@ -14,7 +14,6 @@ from torch import nn
 import bahdanau_fast as bf
 from bahdanau_fast import checks
 from bahdanau_fast.backends.cpu import TABLE_ELEMENTS
-from bahdanau_fast.memory.key_cache import KeyCache
 
 # A memory of so many keys has a node of the graph that its steps share.
 B, TQ, TK, D, H, DV = 6, 4, 23, 5, 7, 3
@@ -47,7 +46,7 @@ KINDS = {
 WITH_MEMORY = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "function"])
 EVERY = pytest.mark.parametrize("kind", KINDS)
 OF_A_QUERY = ("location", "coverage")  # they take one query at a time
-BATCHES = [(2, 3), (3, 1, 2)]
+BATCHES = [(), (2, 3), (3, 1, 2)]
 LOOKS = {
     "all keys": {},
     "lengths": {"lens": LENS},
@@ -116,23 +115,15 @@ def test_as_a_loop_over_the_rows(kind, look, batch, state):
     module, given = made(kind, look, state)
     given = asked(given)
     want = row_by_row(module, given)
-    got = attended(module, {n: x.unflatten(0, batch) for n, x in given.items()}, state)
-    shaped = [(x.squeeze(1) if state else x).unflatten(0, batch) for x in want]
-    close(got, shaped)
+    if batch:
+        got = attended(module, {n: x.unflatten(0, batch) for n, x in given.items()}, state)
+    else:
+        rows = (attended(module, {n: x[i] for n, x in given.items()}, state) for i in range(B))
+        got = [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    shaped = [x.squeeze(1) if state else x for x in want]
+    close(got, [x.unflatten(0, batch) for x in shaped] if batch else shaped)
     got, want = (with_gradients(results, module, given)[len(got) :] for results in (got, want))
     close(got, want)
-
-
-@EVERY
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("state", [False, True], ids=["queries", "a state"])
-def test_without_a_batch(kind, look, state):
-    module, given = made(kind, look, state)
-    want = row_by_row(module, given)
-    for row in range(B):
-        got = attended(module, {n: x[row] for n, x in given.items()}, state)
-        of_row = [x[row].squeeze(0) if state else x[row] for x in want]
-        close(got, of_row)
 
 
 @EVERY
@@ -148,19 +139,6 @@ def test_lengths_of_every_form(kind, form):
             assert all(map(torch.equal, got, attended(module, given)))
     scores = torch.randn(B, TQ, TK)
     assert torch.equal(bf.masked_softmax(scores, formed(LENS)), bf.masked_softmax(scores, LENS))
-
-
-@pytest.mark.skipif("cpu" not in bf.backends.available(), reason="the C++ operators remember keys")
-def test_a_loop_over_states_projects_the_keys_once(monkeypatch):
-    attention, stored, store = bf.AdditiveAttention(D, D, H), [], KeyCache._store
-    monkeypatch.setattr(KeyCache, "_store", lambda *args: stored.append(args) or store(*args))
-    queries, keys = torch.randn(B, TQ, D), torch.randn(B, 5000, D, requires_grad=True)
-    leaves = [keys, attention.W_k.weight]
-    steps = torch.stack([attention(queries[:, i], keys, keys) for i in range(TQ)], 1)
-    assert len(stored) == 1
-    got = torch.autograd.grad(steps.square().sum(), leaves)
-    want = torch.autograd.grad(attention(queries, keys, keys).square().sum(), leaves)
-    close(got, want)
 
 
 def test_features_of_any_batch():
@@ -187,26 +165,16 @@ def test_features_of_any_batch():
 # ---- compiled ------------------------------------------------------------------------------------
 
 
-# The code of these is that of another. The graph of a state is the larger one, and calls with
-# queries are compiled in test_built_in.py.
-ALIKE, deep, thorough = ("mlp", "coverage"), pytest.mark.deep, pytest.mark.thorough
-COMPILED = [
-    pytest.param(kind, state, marks=() if state else [deep if kind in ALIKE else thorough])
-    for kind in KINDS
-    for state in (False, True)
-    if kind != "function"
-]
-
-
+@WITH_MEMORY
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize(("kind", "state"), COMPILED)
-def test_compiled(kind, state):
-    module, given = made(kind, "a mask per query", state, batch=(2, 3))
+def test_compiled(kind):
+    """Of a state, whose graph is the larger one; queries: test_built_in.py."""
+    module, given = made(kind, "a mask per query", state=True, batch=(2, 3))
     given = asked(given)
     listed = {**given, "lens": given["lens"].tolist()}
     compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
     got, want = (
-        with_gradients(of(module, listed, state), module, given) for of in (compiled, attended)
+        with_gradients(of(module, listed, state=True), module, given) for of in (compiled, attended)
     )
     close(got, want)
 
@@ -274,12 +242,18 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_another_memory_has_the_same_batch_lengths_and_mask(kind, how):
     module, given = made(kind, "a mask per query", batch=(2, 3))
+    given = asked(given)
     del given["step"]
     memory = module.memory(given["keys"], given["values"], given["lens"], mask=given["mask"])
     location = (given["location"],) if "location" in given else ()
-    got = module.attend(given["queries"], HOW[how](memory), *location)
+    other, want = HOW[how](memory), attended(module, given)[0]
+    got = module.attend(given["queries"], other, *location)
     # In fp32, projected keys and values of at most 4 are off by 2**-22.
-    torch.testing.assert_close(got, attended(module, given)[0], rtol=0, atol=2**-20)
+    torch.testing.assert_close(got, want, rtol=0, atol=2**-20)
+    assert other.projected.keys.requires_grad == (how == "in fp32")
+    if how in ("copied", "pickled"):
+        other.values.zero_()
+        torch.testing.assert_close(module.attend(given["queries"], memory, *location), want)
 
 
 def test_what_is_said_of_it():
@@ -300,65 +274,46 @@ def test_what_is_said_of_it():
 
 # ---- errors --------------------------------------------------------------------------------------
 
+BROADCAST = r"mask must have shape \(2, 3, 23\) or broadcast to .*, got \(6, 23\)"
 DIFFER = [
-    ({"values": (3, 2, TK, DV)}, r"values must have the batch dimensions of keys, \(2, 3\), got"),
-    ({"lens": (6,)}, r"valid_lens must have shape \(2, 3\) or \(2, 3, 1\), got \(6,\)"),
-    ({"mask": (6, TK)}, r"mask must have shape \(2, 3, 23\) or broadcast to .*, got \(6, 23\)"),
-    ({"queries": (6, 1, D)}, r"queries must have the batch dimensions of (the memory|keys), \(2,"),
+    ("values", (3, 2, TK, DV), r"values must have the batch dimensions of keys, \(2, 3\), got"),
+    ("lens", (6,), r"valid_lens must have shape \(2, 3\) or \(2, 3, 1\), got \(6,\)"),
+    ("mask", (6, TK), BROADCAST),
+    ("step", (6, TK), BROADCAST),
+    ("queries", (6, 1, D), r"queries must have the batch dimensions of (the memory|keys), \(2,"),
+    ("location", (6, 2, TK), r"location must have shape \(2, 3, [12], 23\), got"),
+    ("location", (2, 3, 3, TK), r"location must have shape \(2, 3, [12], 23\), got"),
 ]
+# A call may say another thing of these.
 OF_A_MEMORY = [
-    ({"values": (6, TK, DV)}, r"batch dimensions of keys, \(2, 3\), got \(6, 23, 3\)"),
-    ({"values": (2, 3, TK)}, r"values must have 3 dimensions"),
-    ({"keys": (TK,)}, r"keys must have 3 dimensions"),
-    ({"queries": (2, 3, 1, 1, D)}, r"\(2, 3\), and one or two more, got \(2, 3, 1, 1, 5\)"),
-    ({"queries": (2, 3)}, r"\(2, 3\), and one or two more, got \(2, 3\)"),
-    ({"step": (6, TK)}, r"mask must have shape \(2, 3, 23\) or broadcast to .*, got \(6, 23\)"),
+    ("values", (6, TK, DV), r"batch dimensions of keys, \(2, 3\), got \(6, 23, 3\)"),
+    ("values", (2, 3, TK), r"values must have 3 dimensions"),
+    ("keys", (TK,), r"keys must have 3 dimensions"),
+    ("queries", (2, 3, 1, 1, D), r"\(2, 3\), and one or two more, got \(2, 3, 1, 1, 5\)"),
+    ("queries", (2, 3), r"\(2, 3\), and one or two more, got \(2, 3\)"),
 ]
 
 
-def spoiled(kind, wrong):
-    """A module and its inputs: those of a call, the mask of a step, maybe a location."""
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (kind, wrong)
+        for kind, wrong in product(KINDS, DIFFER + OF_A_MEMORY)
+        if wrong[0] != "location" or kind in OF_A_QUERY
+    ],
+    ids=str,
+)
+def test_batches_that_differ(kind, wrong):
+    """In a call, and on a memory."""
+    name, shape, message = wrong
     module, given = made(kind, "all keys", state=True, batch=(2, 3))
-    for name, shape in wrong.items():
-        tensor = torch.ones(shape, dtype=torch.float64)
-        given[name] = tensor > 0 if name in ("mask", "step") else tensor
+    tensor = torch.ones(shape, dtype=torch.float64)
+    given[name] = tensor > 0 if name in ("mask", "step") else tensor
+    queries, *source = (given[name] for name in ("queries", "keys", "values"))
     location = (given["location"],) if "location" in given else ()
-    names = ("queries", "keys", "values", "lens", "mask", "step")
-    return module, *(given.get(name) for name in names), location
-
-
-@EVERY
-@pytest.mark.parametrize(("wrong", "message"), DIFFER)
-def test_a_call_of_batches_that_differ(kind, wrong, message):
-    module, queries, keys, values, lens, mask, _, location = spoiled(kind, wrong)
-    with pytest.raises(ValueError, match=message):
-        module(queries, keys, values, *location, lens, mask=mask)
-
-
-@WITH_MEMORY
-@pytest.mark.parametrize(("wrong", "message"), DIFFER + OF_A_MEMORY)
-def test_a_memory_of_batches_that_differ(kind, wrong, message):
-    module, queries, keys, values, lens, mask, step, location = spoiled(kind, wrong)
-    with pytest.raises(ValueError, match=message):
-        module.attend(queries, module.memory(keys, values, lens, mask=mask), *location, mask=step)
-
-
-@pytest.mark.parametrize("location", [(6, 2, TK), (2, 3, 1, TK), (2, 3, TK)])
-def test_a_location_that_does_not_fit(location):
-    module, given = made("location", "all keys", batch=(2, 3))
-    given["location"] = torch.ones(location, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"location must have shape \(2, 3, 2, 23\), got"):
-        attended(module, given)
-
-
-@pytest.mark.parametrize("function", [bf.additive_scores, bf.additive_attention])
-def test_features_that_do_not_fit_the_batch(function):
-    ones = torch.ones
-    values = (ones(2, 3, TK, DV),) if function is bf.additive_attention else ()
-    weights = ones(H, D), ones(H, D), ones(H)
-    with pytest.raises(ValueError, match=r"features must have .*got \(3, 2, 23, 2\)"):
-        function(
-            *(ones(2, 3, D), ones(2, 3, TK, D), *values, *weights),
-            features=ones(3, 2, TK, 2),
-            w_f=ones(H, 2),
-        )
+    lens, mask, step = (given.get(name) for name in ("lens", "mask", "step"))
+    with pytest.raises(ValueError, match=message if wrong in DIFFER else "must have"):
+        module(queries, *source, *location, lens, mask=mask if step is None else step)
+    if kind != "function":
+        with pytest.raises(ValueError, match=message):
+            module.attend(queries, module.memory(*source, lens, mask=mask), *location, mask=step)

@@ -268,7 +268,7 @@ def test_gradients_of_steps_add_up(frozen, again):
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
-def test_dropped_weights_give_the_gradient_of_the_values():
+def test_dropout():
     module, (keys, values, queries, location) = made(dropout=0.5)
     values = values.double().requires_grad_()
     memory = module.memory(keys.double(), values)
@@ -276,6 +276,13 @@ def test_dropped_weights_give_the_gradient_of_the_values():
     gradient = torch.autograd.grad(context.sum(), values)[0]
     # The context is linear in the values.
     assert parity.error((gradient * values).sum(1, keepdim=True), context) <= 2.0**-48
+    found = []
+    for training in (True, True, False):
+        module.train(training)
+        torch.manual_seed(3)
+        found.append(module.attend(queries[0].double(), memory, location.double()))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
 
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="operators of the C++ backend")
@@ -322,17 +329,6 @@ def test_no_channel_has_no_gradient():
         grad, w = torch.full((2, 17, channels), nan), torch.full((channels, 3, 5), nan)
         found = torch.ops.bahdanau_fast.convolution_backward(grad, location, w, 1)[0]
     assert not found.any()
-
-
-def test_dropout_is_reproducible():
-    module, (keys, values, queries, location) = made(dropout=0.5)
-    module = module.float()
-    contexts = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        contexts.append(module(queries[0], keys, values, location))
-    assert torch.equal(*contexts)
-    assert not torch.allclose(contexts[0], module.eval()(queries[0], keys, values, location))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

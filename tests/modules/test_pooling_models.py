@@ -10,44 +10,32 @@ import bahdanau_fast as bf
 TK, D, H = 37, 6, 5
 
 
-class ClamGate(nn.Module):
-    """The gated scores of CLAM (Lu et al. 2021), under the names of its state_dict."""
+CLAM = "attention_a", "attention_b", "attention_c"  # Lu et al. 2021
+DEEP_MIL = "attention_V", "attention_U", "attention_w"  # Ilse et al. 2018
 
-    def __init__(self, size, hidden, branches):
+
+class Bags(nn.Module):
+    """The pooling of those models, under the names of their state_dicts."""
+
+    def __init__(self, names, branches, gated=True):
         super().__init__()
-        self.attention_a = nn.Sequential(nn.Linear(size, hidden), nn.Tanh())
-        self.attention_b = nn.Sequential(nn.Linear(size, hidden), nn.Sigmoid())
-        self.attention_c = nn.Linear(hidden, branches)
+        self.names = names
+        for name, activation in zip(names[: 1 + gated], (nn.Tanh, nn.Sigmoid), strict=False):
+            setattr(self, name, nn.Sequential(nn.Linear(D, H), activation()))
+        setattr(self, names[2], nn.Linear(H, branches))
+
+    def layers(self):
+        return [getattr(self, name, None) for name in self.names]
 
     def forward(self, bag):
-        raw = self.attention_c(self.attention_a(bag).mul(self.attention_b(bag))).t()
+        inner, gate, outer = self.layers()
+        hidden = inner(bag) if gate is None else inner(bag) * gate(bag)
+        raw = outer(hidden).transpose(1, 0)
         return raw.softmax(1) @ bag, raw
 
     def ours(self):
-        layers = self.attention_a[0], self.attention_c, self.attention_b[0]
-        return bf.AttentionPooling.from_layers(*layers)
-
-
-class DeepMil(nn.Module):
-    """The pooling of AttentionDeepMIL (Ilse et al. 2018), under the names of its state_dict."""
-
-    def __init__(self, size, hidden, branches, gated):
-        super().__init__()
-        self.attention_V = nn.Sequential(nn.Linear(size, hidden), nn.Tanh())
-        if gated:
-            self.attention_U = nn.Sequential(nn.Linear(size, hidden), nn.Sigmoid())
-        self.attention_w = nn.Linear(hidden, branches)
-
-    def forward(self, bag):
-        hidden = self.attention_V(bag)
-        if hasattr(self, "attention_U"):
-            hidden = hidden * self.attention_U(bag)
-        raw = self.attention_w(hidden).transpose(1, 0)
-        return torch.softmax(raw, 1) @ bag, raw
-
-    def ours(self):
-        gate = self.attention_U[0] if hasattr(self, "attention_U") else None
-        return bf.AttentionPooling.from_layers(self.attention_V[0], self.attention_w, gate)
+        inner, gate, outer = self.layers()
+        return bf.AttentionPooling.from_layers(inner[0], outer, None if gate is None else gate[0])
 
 
 NAMES = {"attention_a.0": "V", "attention_b.0": "U", "attention_c": "w"}
@@ -61,8 +49,8 @@ def renamed(state, names):
 
 @pytest.mark.parametrize(
     "theirs",
-    [ClamGate(D, H, 1), ClamGate(D, H, 2), DeepMil(D, H, 1, False), DeepMil(D, H, 3, True)],
-    ids=lambda theirs: f"{type(theirs).__name__} {theirs.ours().heads}",
+    [Bags(CLAM, 1), Bags(CLAM, 2), Bags(DEEP_MIL, 1, gated=False), Bags(DEEP_MIL, 3)],
+    ids=["CLAM", "CLAM of two", "DeepMIL", "DeepMIL of three, gated"],
 )
 def test_models_of_others(theirs):
     bag, ours = torch.randn(TK, D), theirs.ours()
