@@ -5,8 +5,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from beside import close
-from contract import scattered
-from parity import DTYPES, Case, attended, check, scored
+from contract import FORMS
+from parity import DTYPES, attended, check, scored
+from targets import CPU
 
 from bahdanau_fast import parity, reference
 
@@ -36,27 +37,21 @@ def sets():
     return found
 
 
-SIZES = {"B": 3, "Tq": 17, "Tk": 53, "H": 61, "Dq": 19, "Dk": 23, "Dv": 29}
-LENS = torch.tensor([0, 26, 53])
-CASES = {
-    "plain": Case(**SIZES, lens=LENS),
-    "no lens": Case(**SIZES),
-    "small keys": Case(**SIZES, scale={"w_k": 1e-3}),  # the shifted table
-    "clamped": Case(**SIZES, scale={"w_q": 4.0, "w_k": 4.0}, lens=LENS),
-    "direct": Case(**SIZES, scale={"w_q": 40.0}, lens=LENS),
-    "one query": Case(**{**SIZES, "B": 40, "Tq": 1, "H": 131}),  # tanh of the sums, in fp32
-    "split keys": Case(**{**SIZES, "B": 1, "Tq": 2, "Tk": 1033, "H": 131}),
-    "whole vectors": Case(**{**SIZES, "H": 64, "Dv": 64}),
-    "small": Case(lens=torch.tensor([3, 7])),
-    "mask": Case(**SIZES, mask=scattered(3, 17, 53)),
+ROWS = "no lens", "split keys", "whole vectors", "all in one operator, lens", "mask per query"
+CASES = {row: CPU.case(row) for row in ROWS}
+CASES |= {
+    "in fp64": CPU.case("lens per row", H=61),
+    "small keys": CPU.case("no lens", scale={"w_k": 1e-3}),  # the shifted table
+    "clamped": CPU.case("lens per row", scale={"w_q": 4.0, "w_k": 4.0}),
+    "direct": CPU.case("lens per row", scale={"w_q": 40.0}),
+    "one query": CPU.case("no lens", B=40, Tq=1, H=131),  # tanh of the sums, in fp32
 }
 # Of the general operator; larger than what fp32 is computed in fp64 for.
-GENERAL = {
-    "features": Case(**{**SIZES, "H": 211}, C=10, lens=LENS),
-    "whole vectors of features": Case(**{**SIZES, "H": 211}, C=32, lens=LENS),
-    "features of one query": Case(**{**SIZES, "B": 40, "Tq": 1, "H": 131}, C=10),
-    "relu": Case(**{**SIZES, "H": 211}, activation="relu", lens=LENS),
-    "masked": Case(**{**SIZES, "H": 211}, C=3, mask=scattered(3, 17, 53)),
+FEATURES = "features", "whole vectors of features", "relu"
+GENERAL = {form: CPU.case("lens per row", H=211, **FORMS[form]) for form in FEATURES}
+GENERAL |= {
+    "features of one query": CPU.case("no lens", B=40, Tq=1, H=131, C=10),
+    "masked": CPU.case("mask per query", H=211, C=3),
 }
 
 

@@ -5,6 +5,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -68,11 +69,14 @@ def ddp():
     close([p.grad * RANKS for p in module.parameters()], grads)
 
 
-def fsdp2():
+def fsdp2(*names):
+    """Layers of these names sharded by themselves, too: only calling one gathers its weight."""
     q, k = data()
     want, grads = whole(attention(), q, k)
-    module = attention()
-    fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+    module, mesh = attention(), init_device_mesh("cpu", (RANKS,))
+    for name in names:
+        fully_shard(module.get_submodule(name), mesh=mesh)
+    fully_shard(module, mesh=mesh)
     for _ in range(2):  # parameters are gathered anew: a projection of the last step is not reused
         first = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
         out = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
@@ -90,22 +94,6 @@ def fsdp2():
             parameter.mul_(0.5)
     out = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
     close(out, halved(q, k, k, LENS)[MINE])
-
-
-def fsdp2_of_layers():
-    """Each layer sharded by itself: only calling it gathers its weight."""
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for names in (["W_q"], ["W_k"], ["w_v"], ["W_q", "W_k", "w_v"]):
-        q, k = data()
-        want, grads = whole(attention(), q, k)
-        module = attention()
-        for name in names:
-            fully_shard(module.get_submodule(name), mesh=mesh)
-        fully_shard(module, mesh=mesh)
-        out = module(q[MINE], k[MINE], k[MINE], LENS[MINE])
-        out.square().sum().backward()
-        close(out, want[MINE])
-        close([p.grad.full_tensor() * RANKS for p in module.parameters()], grads)
 
 
 def dtensor(size, hidden, way, hooked=False):
@@ -154,14 +142,29 @@ def dtensor_dropout():
     assert torch.equal(module(q, k, k).full_tensor(), rows)
 
 
+def scores():
+    """Of the function, with features."""
+    q, k = data()
+    inputs = {"queries": q, "keys": k, "features": k[..., :4]}
+    weights = [torch.linspace(-1, 1, 48 * n).view(48, n) for n in (32, 32, 4, 1)]
+    weights = dict(zip(("w_q", "w_k", "w_f", "w_v"), weights, strict=True))
+    weights["w_v"] = weights["w_v"].t()
+    want, mesh = bf.additive_scores(**inputs, **weights), init_device_mesh("cpu", (RANKS,))
+    inputs = {n: distribute_tensor(x, mesh, [Shard(0)]) for n, x in inputs.items()}
+    weights = {n: distribute_tensor(x, mesh) for n, x in weights.items()}
+    close(bf.additive_scores(**inputs, **weights).full_tensor(), want)
+
+
+SHARDED = "W_q", "W_k", "w_v", "W_q W_k w_v"
 THINGS = {
     "ddp": ddp,
     "fsdp2": fsdp2,
-    "fsdp2 of layers": fsdp2_of_layers,
+    **{f"fsdp2 of {names}": partial(fsdp2, *names.split()) for names in SHARDED},
     "dtensor one operator": lambda: dtensor(4, 8, "call"),
     "dtensor": lambda: dtensor(32, 48, "call"),
     "dtensor memory": lambda: dtensor(32, 48, "attend"),
     "dtensor dropout": dtensor_dropout,
+    "dtensor scores": scores,
     "dtensor called": lambda: dtensor(32, 48, "call", hooked=True),
     "dtensor memory called": lambda: dtensor(32, 48, "attend", hooked=True),
 }

@@ -4,9 +4,9 @@ What comes back is held against the same decoder in plain PyTorch, step by step 
 """
 
 import torch
+from decoding import in_order
 
 from bahdanau_fast.ops import decode as operator
-from bahdanau_fast.ops.operator import operators
 from fuzzing.drawn import (
     NUMBERS,
     SIZES,
@@ -57,12 +57,6 @@ def _drawn(read, generator, T):
     return of, operator.NonDifferentiable(valid_lens=lens)
 
 
-def _in_order(made, rest):
-    """What ``decode`` takes behind the gates of inputs."""
-    named = {**made._asdict(), **rest._asdict()}
-    return [named[name] for name in operators["decode"].names[1:-1]]
-
-
 def _tabled(read, made, rest):
     """The same with a table of the keys, now and then."""
     if not read.number(2):
@@ -90,7 +84,7 @@ def decode(read, generator):
         rest = rest._replace(masks=masks.to(made.hidden.dtype))
     dropout_p, seed = dropout(read)
     rest = _tabled(read, made, rest._replace(seed=seed, dropout_p=dropout_p))
-    inputs = _in_order(made, rest)
+    inputs = in_order(made, rest)
     gates = operator._input_gates(made)
     results = ops.decode(*mistaken(read, [gates, *inputs, True], 10))
     again = ops.decode(gates, *inputs, False)
@@ -152,7 +146,7 @@ def greedy(read, generator):
         at = read.number(4)
         marks = (*marks[:at], read.of((*NUMBERS, V)), *marks[at + 1 :])
     rest = _tabled(read, made, rest)
-    inputs = [embedding, made.w_inputs, made.input_bias, *_in_order(made, rest)[:-3]]
+    inputs = [embedding, made.w_inputs, made.input_bias, *in_order(made, rest)[:-3]]
     inputs += [w_dense, dense_bias, left_out]
     tokens, weights = ops.decode_greedy(*mistaken(read, inputs, 8), *marks)
     B, steps = tokens.shape
