@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from bahdanau_fast import checks, reference
 from bahdanau_fast.ops.attention import NEED
 from bahdanau_fast.ops.location import convolved
+from bahdanau_fast.ops.pool_in_chunks import scores_of_sums
 from fuzzing.drawn import (
     DTYPES,
     SCALES,
@@ -255,15 +256,56 @@ def raw(read, generator):
         q = q if w_q is None else (q @ w_q.t()).to(dtype).double()
         k = k if w_k is None else F.linear(k, w_k, bias).to(dtype).double()
         want = reference.attend(q, k, v, w_v, look[0], mask=look[1])
-        for got in ((context, weights), recorded):
-            agree("context", got[0], want[0].detach(), dtype)
-            agree("weights", got[1], want[1].detach(), dtype)
-        there = [x for x in leaves if x is not None]
-        true = iter(exact(want, there, grads))
-        for place, leaf in enumerate(leaves):
-            of_leaf = None if leaf is None else next(true)
-            if of_leaf is not None and needs >> place & 1:
-                agree(f"gradient {place}", found[place], of_leaf, dtype)
+        _agree_with_all(want, ((context, weights), recorded), leaves, grads, found, needs, dtype)
+
+    return None if odd or dropout_p else compare
+
+
+def _agree_with_all(want, results, leaves, grads, found, needs, dtype):
+    """Each of the results with context and weights, and the gradients of leaves that are there."""
+    for got in results:
+        agree("context", got[0], want[0].detach(), dtype)
+        agree("weights", got[1], want[1].detach(), dtype)
+    true = iter(exact(want, [x for x in leaves if x is not None], grads))
+    for place, leaf in enumerate(leaves):
+        of_leaf = None if leaf is None else next(true)
+        if of_leaf is not None and needs >> place & 1:
+            agree(f"gradient {place}", found[place], of_leaf, dtype)
+
+
+@case
+def pool(read, generator):
+    """``pool`` of keys before its layers or behind them, with a gate or not, and its backward."""
+    dtype, layered, gated, biased = read.of(DTYPES), read.number(2), read.number(2), read.number(8)
+    B, heads, Tk, H, Dv, D = (read.of(SIZES[:k]) for k in (5, 6, 22, 17, 14, 14))
+    while B * heads * Tk * H > 40_000:
+        Tk, H = (Tk + 1) // 2, (H + 1) // 2
+    D, scale = D if layered else H, read.of(SCALES[:6] if dtype.itemsize > 2 else SCALES[:4])
+    of_keys = ((H, D), (H,)) * 2
+    shapes = (B, Tk, D), (heads, H), (B, Tk, Dv), (heads,), (B, Tk, H), *of_keys
+    scales = scale, 1.0, 1.0, 1.0, scale, *(max(D, 1) ** -0.5, 1.0) * 2
+    made = [tensor(read, s, dtype, generator, x) for s, x in zip(shapes, scales, strict=True)]
+    look, odd = _looks(read, B, heads, Tk, generator), spoil(read, made)
+    layers = layered, layered and biased & 2, layered and gated, layered and gated and biased & 4
+    has = 1, 1, 1, biased & 1, gated and not layered, *layers
+    made = [x if there else None for x, there in zip(made, has, strict=True)]
+    dropout_p, seed = dropout(read)
+    inputs = [*made, *look, seed, dropout_p]
+    results = ops.pool(*mistaken(read, [*inputs, False], 16))
+    recorded = ops.pool.recorded(*mistaken(read, [*inputs, False], 16))
+    sums = (None, None) if read.number(2) else recorded[3:]
+    grads, needs = gradients_of(read, *recorded[:2], generator), read.number(512)
+    found = ops.pool_backward(*mistaken(read, [recorded[1], *sums, *grads, needs, *inputs], 16))
+
+    def compare():
+        leaves = [x if x is None else x.detach().double().requires_grad_() for x in made]
+        keys, w_v, values, b_v, gate, w, b, w_gate, b_gate = leaves
+        inner = keys if w is None else F.linear(keys, w, b).to(dtype).double()
+        gate = gate if w_gate is None else F.linear(keys, w_gate, b_gate).to(dtype).double()
+        scores = scores_of_sums(inner, gate, w_v, b_v).transpose(1, 2)
+        weights = reference.masked_softmax(scores, *look)
+        want = weights @ values, weights
+        _agree_with_all(want, (results, recorded), leaves, grads, found, needs, dtype)
 
     return None if odd or dropout_p else compare
 
