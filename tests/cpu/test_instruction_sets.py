@@ -10,6 +10,8 @@ from parity import DTYPES, attended, check, scored
 from targets import CPU
 
 from bahdanau_fast import parity, reference
+from bahdanau_fast.ops.attention import NEED
+from bahdanau_fast.ops.location import convolved
 
 extension = pytest.importorskip("bahdanau_fast._C_cpu")
 
@@ -86,25 +88,54 @@ def test_a_softmax_over_many_keys(name):
     keeps_the_rule(weights, lambda *x: reference.projected_scores(*x).softmax(-1), (q, k, w))
 
 
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize("name", sets())
-def test_gradients_of_keys_that_many_queries_look_at(name, activation):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (1, 9_000, 16), (1, 2, 16), (16,)
-    tensors = [torch.randn(s, generator=generator) for s in shapes]
-    number, grad = ["tanh", "relu"].index(activation), torch.rand(1, 9_000, 2) + 0.5
+SUMMED = "queries", "keys", "w_v", "features", "w_f"
 
-    def plain(queries, keys, w_v):
-        keys.requires_grad_()
-        terms = reference.ScoreTerms(activation=activation)
-        scores = reference.projected_scores(queries, keys, w_v, terms)
-        scores.backward(grad.to(scores.dtype))
-        return keys.grad
+
+@pytest.mark.parametrize(
+    ("of", "activation", "Tq", "Tk", "C"),
+    [
+        ("keys", "tanh", 9_000, 2, 0),
+        ("keys", "relu", 9_000, 2, 0),
+        ("queries", "tanh", 2, 50_000, 0),
+        ("queries", "relu", 2, 50_000, 0),
+        ("w_f", "tanh", 1, 50_000, 16),
+    ],
+)
+@pytest.mark.parametrize("name", sets())
+def test_gradients_that_are_long_sums(name, of, activation, Tq, Tk, C):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, Tq, 16), (1, Tk, 16), (16,), *(((1, Tk, C), (16, C)) if C else ())
+    tensors = [torch.randn(s, generator=generator) for s in shapes]
+    place, number = SUMMED.index(of), ["tanh", "relu"].index(activation)
+    grad = torch.rand(1, Tq, Tk, generator=generator) + 0.5
+
+    def plain(*tensors):
+        terms = reference.ScoreTerms(*(tensors[3:] or (None, None)), activation)
+        tensors[place].requires_grad_()
+        scores = reference.projected_scores(*tensors[:3], terms)
+        return torch.autograd.grad(scores, tensors[place], grad.to(scores.dtype))[0]
 
     with using(name):
         operator = torch.ops.bahdanau_fast.attend_scores_backward
-        grads = operator(grad, 2, *tensors, activation=number)
-    keeps_the_rule(grads[1], plain, tensors)
+        grads = operator(grad, NEED[of], *tensors, activation=number)
+    keeps_the_rule(grads[place], plain, tensors)
+
+
+@pytest.mark.parametrize("name", sets())
+def test_gradients_of_layers_over_many_rows(name):
+    generator = torch.Generator().manual_seed(0)
+    location, w = (torch.rand(s, generator=generator) for s in ((1, 1, 100_000), (1, 1, 31)))
+    grad = torch.rand(1, 100_000, 1, generator=generator) + 0.5
+
+    def plain(location, w, grad):
+        features = convolved(location, w.requires_grad_(), None)
+        return torch.autograd.grad(features, w, grad)[0]
+
+    with using(name):
+        of_w = torch.ops.bahdanau_fast.convolution_backward(grad, location, w, 2)[1]
+        of_bias = torch.ops.bahdanau_fast.project_backward(grad, None, None, True)[2]
+    keeps_the_rule(of_w, plain, (location, w, grad))
+    keeps_the_rule(of_bias, lambda grad: grad.sum((0, 1)), (grad,))
 
 
 @pytest.mark.parametrize("name", ["", "sse9", "AVX2"])

@@ -278,12 +278,24 @@ struct ForwardTask {
   }
 };
 
-// totals += partial, partial = 0, of whole vectors.
+// sum += x. What rounding adds to a sum of many is in `lost`, and is taken from the next x (Kahan).
+template <class A>
+BF_INLINE void add_exactly(Vec<A> x, Vec<A>& sum, Vec<A>& lost) {
+  const Vec<A> before = sum, rest = x - lost;
+  sum += rest;
+  const Vec<A> error = (sum - before) - rest;
+  lost = error - error == Vec<A>{} ? error : Vec<A>{};  // an infinite sum stays infinite
+}
+
+constexpr int64_t kProducts = 512;  // keys in a partial sum of products (linear.h)
+
+// totals += partial, partial = 0, of whole vectors. Behind the n totals is what they have lost.
 template <class A>
 void settle(A* partial, A* totals, int64_t n) {
   for (int64_t at = 0; at < n; at += kLanes<A>) {
-    store(totals + at, Vec<A>(load(totals + at) + load(partial + at)));
-    store(partial + at, Vec<A>{});
+    Vec<A> sum = load(totals + at), lost = load(totals + n + at);
+    add_exactly<A>(load(partial + at), sum, lost);
+    store(totals + at, sum), store(totals + n + at, lost), store(partial + at, Vec<A>{});
   }
 }
 

@@ -101,7 +101,7 @@ struct GradTanh {
   Form form;
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
-    return (p.Tq * (kUnitRows + 1) + 2 + kTileKeys) * hidden + kTileKeys * p.Tq;
+    return (p.Tq * (kUnitRows + 2) + 3 + kTileKeys) * hidden + kTileKeys * p.Tq;
   }
 
   GradTanh(const Problem& problem, int64_t row, int64_t begin, int64_t end, const void* scores_in,
@@ -124,8 +124,8 @@ struct GradTanh {
     units = static_cast<A*>(work);
     partial_w = units + p.Tq * kUnitRows * n;
     totals = partial_w + n;
-    total_w = totals + p.Tq * n;
-    own_rows = total_w + n;
+    total_w = settles() ? totals + 2 * p.Tq * n : partial_w;
+    own_rows = settles() ? total_w + 2 * n : totals;
     tile_scores = own_rows + kTileKeys * n;
     for (A* sum = partial_w; sum < own_rows; ++sum) *sum = A(0);
     for (int64_t i = 0; i < p.Tq; ++i) prepare(i);
@@ -187,7 +187,7 @@ struct GradTanh {
       const Vec<A> scale = load(w + h) * A(p.w_scale);
       Vec<A> sum_w{};
       for (int64_t k = 0; k < count; k += kGroup) {
-        Vec<A> m[kGroup], sums[kGroup] = {};
+        Vec<A> m[kGroup], sums[kGroup] = {}, lost[kGroup] = {};
         for (int l = 0; l < kGroup; ++l) {
           m[l] = load_once(rows + (k + l) * stride + h);
           __builtin_prefetch(rows + (k + l) * stride + h + L);
@@ -198,7 +198,11 @@ struct GradTanh {
           for (int64_t i = first; i < last; i += kSettle)
             sum_w += queries_pass<form, all>(unit(h, i), tile_scores + k * queries + i * kGroup,
                                              i + kSettle < last ? kSettle : last - i, m, of_block);
-          for (int l = 0; l < kGroup; ++l) sums[l] += of_block[l];
+          for (int l = 0; l < kGroup; ++l)
+            if (first == 0)
+              sums[l] = of_block[l];
+            else
+              add_exactly<A>(of_block[l], sums[l], lost[l]);
         }
         if constexpr (!all) continue;
         const auto put = [&](int l, Vec<A> sum) {
@@ -211,17 +215,18 @@ struct GradTanh {
     }
   }
 
-  // totals += partial sums, partial sums = 0.
-  void settle() {
-    const auto move = [](A* from, A* to) {
-      store(to, Vec<A>(load(to) + load(from)));
-      store(from, Vec<A>{});
-    };
-    for (int64_t h = 0; h < n; h += kLanes<A>) {
-      for (int64_t i = 0; i < p.Tq; ++i)
-        move(unit(h, i) + kPartial * kLanes<A>, totals + i * n + h);
-      move(partial_w + h, total_w + h);
-    }
+  // With the keys of one tile the partial sums are all there is.
+  bool settles() const { return p.Tk > kTileKeys; }
+
+  A* partial(int64_t h, int64_t i) { return unit(h, i) + kPartial * kLanes<A>; }
+  A* total(int64_t h, int64_t i) {
+    return settles() ? totals + 2 * (h * p.Tq + i * kLanes<A>) : partial(h, i);
+  }
+
+  void settle_all() {
+    for (int64_t h = 0; h < n; h += kLanes<A>)
+      for (int64_t i = 0; i < p.Tq; ++i) settle(partial(h, i), total(h, i), kLanes<A>);
+    settle(partial_w, total_w, n);
   }
 
   // Adds the gradients of `count` queries to those of a group of keys; returns their sum s t.
@@ -278,15 +283,14 @@ struct GradTanh {
         any_tile<false>(j, count, w, grad_keys);
       else
         any_tile<true>(j, count, w, grad_keys);
-      if ((j + size) % kTileKeys == 0 || j + size >= used) settle();
+      if (settles() && ((j + size) % kTileKeys == 0 || j + size >= used)) settle_all();
     }
     for (int64_t j = used; grad_keys != nullptr && j < p.Tk; ++j)
       for (int64_t h = 0; h < valid; ++h) narrow(A(0), grad_keys + j * p.H + h);
     for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
       T* out = static_cast<T*>(g.grad_queries) + (b * p.Tq + i) * p.H + h0;
       for (int64_t h = 0; h < n; h += kLanes<A>)
-        store_as<A>(out + h, Vec<A>(load(totals + i * n + h) * (load(w + h) * A(p.w_scale))),
-                    valid - h);
+        store_as<A>(out + h, Vec<A>(load(total(h, i)) * (load(w + h) * A(p.w_scale))), valid - h);
     }
     if (g.grad_w == nullptr) return;
     for (int64_t h = 0; h < n; ++h) static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = total_w[h];

@@ -78,9 +78,9 @@ void project_grad_weight(const Projection& p, const void* grad, int64_t h0, int6
     if constexpr (!std::is_same_v<T, A>) store_row(sums, units * p.D, to);
   }
   for (int64_t h = 0; grad_bias != nullptr && h < n; ++h) {
-    A total = 0;
+    double total = 0;  // of any number of rows
     for (int64_t r = 0; r < count; ++r) total += grads[r * n + h];
-    narrow(total, static_cast<T*>(grad_bias) + h0 + h);
+    narrow(A(total), static_cast<T*>(grad_bias) + h0 + h);
   }
 }
 

@@ -69,7 +69,7 @@ void convolve(const Convolution& p, int64_t b, int64_t c0, int64_t c1, void* wor
 template <class T, class A>
 int64_t convolve_backward_workspace(const Convolution& p) {
   return (p.inputs + p.C) * padded_keys<A>(p) + p.inputs * whole_vectors<A>(p.Tk) +
-         p.C * whole_vectors<A>(p.taps);
+         3 * p.C * whole_vectors<A>(p.taps);
 }
 
 // The gradients of a batch row; that of w is a part of a sum over the rows.
@@ -85,11 +85,17 @@ void convolve_backward(const Convolution& p, const ConvolutionGrads& g, int64_t 
   if (g.w != nullptr) {
     pad_rows(p, Rows<T, A>(p.location, b), p.inputs, padded);
     A* part = static_cast<A*>(g.w) + b * g.w_stride;
+    A* const totals = to_w + p.C * taps;
     for (int64_t i = 0; i < p.inputs; ++i) {
-      weighted_sums<A>(grads + before, width, 1, padded + i * width, 1, p.Tk, taps, false, to_w,
-                       taps, p.C);
+      std::memset(totals, 0, 2 * p.C * taps * sizeof(A));
+      for (int64_t j = 0; j < p.Tk; j += kProducts) {
+        const int64_t count = j + kProducts < p.Tk ? kProducts : p.Tk - j;
+        weighted_sums<A>(grads + before + j, width, 1, padded + i * width + j, 1, count, taps,
+                         false, to_w, taps, p.C);
+        settle(to_w, totals, p.C * taps);
+      }
       for (int64_t c = 0; c < p.C; ++c)
-        std::memcpy(part + (c * p.inputs + i) * p.taps, to_w + c * taps, p.taps * sizeof(A));
+        std::memcpy(part + (c * p.inputs + i) * p.taps, totals + c * taps, p.taps * sizeof(A));
     }
   }
   if (g.location == nullptr) return;

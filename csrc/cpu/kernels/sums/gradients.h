@@ -17,25 +17,25 @@ namespace {
 template <class T, class A>
 struct GradOfSums {
   static constexpr int kKeys = kInnerRows;
-  static constexpr int64_t kSettle = 64;  // keys in a partial sum
+  static constexpr int64_t kSettle = 64;  // keys, and queries, in a partial sum
 
   const Problem& p;
   const Backward& g;
   int64_t b, h0, n, valid;
   Rows<T, A> key_rows;
   const A *scores, *w;
-  // Rows of n numbers: queries; sums over the keys of grad_query and grad_w, in two levels; inner
-  // rows, and their gradients.
-  A *queries, *partial, *totals, *rows, *grads;
+  // Rows of n numbers: queries; sums over the keys of grad_query and grad_w, for settle(); what
+  // gradients of inner rows have lost; inner rows, and their gradients.
+  A *queries, *totals, *partial, *lost, *rows, *grads;
   // (C,n): these units of W_f and their gradient. What is used for each key is in one piece: pieces
   // of memory can drive each other out of the first-level cache, whatever their sizes.
-  A *w_f, *grad_w_f;
+  A *w_f, *grad_w_f, *total_w_f;
   A* shares;  // (Tq,kKeys): the scores' gradients of a group of keys, zero past the last one
   A* by_key;  // (kKeys,C): gradients of the features of some keys
 
   static int64_t workspace(const Problem& p, int64_t hidden) {
     const int64_t C = p.inside.C;
-    return (3 * p.Tq + 2 + 2 * kKeys + 2 * C) * hidden + (p.Tq + C) * kKeys;
+    return (4 * p.Tq + 3 + 3 * kKeys + 4 * C) * hidden + (p.Tq + C) * kKeys;
   }
 
   GradOfSums(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
@@ -45,9 +45,11 @@ struct GradOfSums {
     scores = static_cast<const A*>(scores_in);
     w = static_cast<const A*>(p.w) + h0;
     queries = static_cast<A*>(work);
-    partial = queries + p.Tq * n;
-    totals = partial + (p.Tq + 1) * n;
-    rows = totals + (p.Tq + 1) * n;
+    total_w_f = queries + p.Tq * n;
+    totals = partial = total_w_f + (p.Tk > kProducts ? 2 * p.inside.C * n : 0);
+    if (p.Tk > kSettle) partial += 2 * (p.Tq + 1) * n;  // else there is one partial sum
+    lost = partial + (p.Tq + 1) * n;
+    rows = lost + kKeys * n;
     grads = rows + kKeys * n;
     w_f = grads + kKeys * n;
     grad_w_f = w_f + p.inside.C * n;
@@ -60,7 +62,8 @@ struct GradOfSums {
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t h = 0; h < n; h += kLanes<A>)
         store(queries + i * n + h, load_row<A>(query_rows[i] + h0, h, valid));
-    for (A* sum = partial; sum < rows; ++sum) *sum = A(0);
+    for (A* sum = total_w_f; sum < lost; ++sum) *sum = A(0);
+    if (p.Tk <= kProducts || g.grad_w_f == nullptr) total_w_f = grad_w_f;
   }
 
   // Adds the sums of keys [j, j + kKeys), `count` of which are there, and queries [first, last).
@@ -95,8 +98,12 @@ struct GradOfSums {
       }
       const Vec<A> weight = load(w + h) * scale;
       for (int l = 0; l < kKeys; ++l) {
-        A* grad = grads + l * n + h;
-        store(grad, Vec<A>(first > 0 ? load(grad) + sums[l] * weight : sums[l] * weight));
+        A *const grad = grads + l * n + h, *const lost_grad = lost + l * n + h;
+        Vec<A> total = first > 0 ? load(grad) : sums[l] * weight;
+        Vec<A> error = first > 0 ? load(lost_grad) : Vec<A>{};
+        if (first > 0) add_exactly<A>(sums[l] * weight, total, error);
+        store(grad, total);
+        if (last < p.Tq) store(lost_grad, error);
       }
       store(partial_w + h, Vec<A>(load(partial_w + h) + sum_w));
     }
@@ -158,15 +165,16 @@ struct GradOfSums {
       if (is_seen(j, count)) {
         make_inner_rows(p, b, key_rows.base, key_rows.stride, j, count, h0, n, w_f, n, rows);
         for (A* row = rows + count * n; row < grads; ++row) *row = A(0);
-        // About as many queries as there are blocks of them: one long sum would round more often.
-        const int64_t block = 64 + p.Tq / 64;
-        for (int64_t i = 0; i < p.Tq; i += block)
-          group<act>(j, count, i, i + block < p.Tq ? i + block : p.Tq);
+        for (int64_t i = 0; i < p.Tq; i += kSettle)
+          group<act>(j, count, i, i + kSettle < p.Tq ? i + kSettle : p.Tq);
       } else {
         for (A* grad = grads; grad < grads + count * n; ++grad) *grad = A(0);
       }
       use_grads(j, count);
-      if ((j + kKeys) % kSettle == 0 || j + kKeys >= used) settle(partial, totals, (p.Tq + 1) * n);
+      if (totals != partial && ((j + kKeys) % kSettle == 0 || j + kKeys >= used))
+        settle(partial, totals, (p.Tq + 1) * n);
+      if (total_w_f != grad_w_f && ((j + kKeys) % kProducts == 0 || j + kKeys >= used))
+        settle(grad_w_f, total_w_f, p.inside.C * n);
     }
     zero_from(used);
     for (int64_t i = 0; g.grad_queries != nullptr && i < p.Tq; ++i) {
@@ -177,7 +185,7 @@ struct GradOfSums {
     }
     for (int64_t c = 0; g.grad_w_f != nullptr && c < p.inside.C; ++c)
       std::memcpy(static_cast<A*>(g.grad_w_f) + (b * p.inside.C + c) * p.width + h0,
-                  grad_w_f + c * n, n * sizeof(A));
+                  total_w_f + c * n, n * sizeof(A));
     for (int64_t h = 0; g.grad_w != nullptr && h < n; ++h)
       static_cast<A*>(g.grad_w)[b * p.width + h0 + h] = totals[p.Tq * n + h];
   }

@@ -22,10 +22,10 @@ struct GradOfHeads {
   int64_t b, h0, n, valid;
   Rows<T, A> inner, gate;
   const A* scores;
-  A *w, *partial, *totals;  // (Tq,n): weights, and sums of their gradients in two levels
+  A *w, *partial, *totals;  // (Tq,n): weights, and sums of their gradients for settle()
   A* shares;                // (Tq,kKeys): gradients of the scores of some keys
 
-  static int64_t workspace(const Problem& p, int64_t hidden) { return p.Tq * (3 * hidden + kKeys); }
+  static int64_t workspace(const Problem& p, int64_t hidden) { return p.Tq * (4 * hidden + kKeys); }
 
   GradOfHeads(const Problem& problem, const Backward& backward, int64_t row, int64_t begin,
               int64_t end, const void* scores_in, void* work)
@@ -41,7 +41,7 @@ struct GradOfHeads {
     w = static_cast<A*>(work);
     partial = w + p.Tq * n;
     totals = partial + p.Tq * n;
-    shares = totals + p.Tq * n;
+    shares = totals + 2 * p.Tq * n;
     const Rows<T, A> weights(p.queries, 0);
     for (int64_t i = 0; i < p.Tq; ++i)
       for (int64_t h = 0; h < n; h += kLanes<A>)
