@@ -185,6 +185,8 @@ class CallRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, graph = kwargs or {}, self.graph
+        if torch.compiler.is_dynamo_compiling():  # what torch.cond is given
+            return func(*args, **kwargs)
         name = str(getattr(func, "__name__", ""))
         if name == "__get__":  # of an attribute
             name = {"data": "detach"}.get(func.__self__.__name__, func.__self__.__name__)

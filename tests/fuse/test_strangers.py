@@ -471,6 +471,14 @@ def data_decide(m):
     return calls(m, by=(0, 0, 0, 3, 3, 3, -3, 0, -3, 3, -30, -30))
 
 
+class Conditional(Att):
+    def forward(self, q, k):
+        return super().forward(torch.cond(q.sum() > 0, torch.sin, torch.cos, (q,)), k)
+
+
+story(Conditional, name="an operator that calls the compiler")(calls)
+
+
 class Fails(Att):
     n = 0
 
