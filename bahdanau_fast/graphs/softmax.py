@@ -13,8 +13,9 @@ from bahdanau_fast.graphs.graph import Graph, Node, Ref, require
 from bahdanau_fast.graphs.piece import Piece, ScoreMask
 from bahdanau_fast.graphs.probe import PRODUCTS, QUOTIENTS, VIEWS, Probe, trace_back
 
-# A filled score of at most this is hidden by the softmax.
-_HIDDEN = -1e4
+# A filled score of at most this is hidden by the softmax: beside scores of a bounded activation, of
+# which the sum of the vector is the largest, and beside any others.
+_HIDDEN, _HIDDEN_BELOW_ALL = -1e4, -1e8
 # Calls that make masks of binary tensors, element by element.
 _BY_ELEMENT = VIEWS | PRODUCTS | {
     *("add", "sub", "rsub", "neg", "to", "type", "type_as", "double", "half", "bfloat16", "log"),
@@ -211,7 +212,8 @@ class Softmax(Probe):
                 require(added, "is multiplied")
         else:
             sign = -1.0 if n.name == "sub" else 1.0
-            require(len(far) == 1 and sign * far[0] <= _HIDDEN, "is added to")
+            dtype = values[n.out[0]].dtype
+            require(len(far) == 1 and self._hides(sign * far[0], dtype), "is added to")
             if not any(mask.hides == "zero" for mask in p.masks):
                 p.hidden_rows_match &= math.isinf(far[0])
             p.fill = -math.inf if math.isinf(far[0]) else p.fill
@@ -244,12 +246,22 @@ class Softmax(Probe):
         require(type(fill) in (int, float), "fills with several numbers")
         # As it is in the scores: a large number is infinite in 16 bits.
         fill = float(torch.tensor(fill, dtype=values[n.out[0]].dtype))
-        require(fill <= _HIDDEN, "fills with what is seen")
+        require(self._hides(fill, values[n.out[0]].dtype), "fills with what may be seen")
         usual = type(mask) not in (int, float, tuple) and p.fill in (None, fill)
         require(usual and values[mask].dtype is torch.bool, "is filled otherwise")
         p.fill = fill
         self._add_mask(mask, hides, n.name == "setitem")
         return True
+
+    def _hides(self, fill: float, dtype: torch.dtype) -> bool:
+        """Whether scores of this size have no weight beside any that may come."""
+        ops = [(how, by) for how, by in self.p.score_ops if how != "+"]
+        bounded = self.p.activation in ("tanh", "sigmoid") and all(
+            type(by) is not Ref for _, by in ops
+        )
+        factors = [by if how == "*" else 1 / by for how, by in ops if bounded]
+        least = _HIDDEN * max(1.0, abs(math.prod(factors))) if bounded else _HIDDEN_BELOW_ALL
+        return fill <= max(least, torch.finfo(dtype).min)
 
     def _add_mask(self, number: int, hides: str, by_index: bool = False) -> None:
         elements = self.indices(number)

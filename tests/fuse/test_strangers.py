@@ -577,6 +577,18 @@ def fresh():
     return module
 
 
+def filled(activation, temperature):
+    class Filled(Att):
+        """Scores that may be lower than what is filled in."""
+
+        def weigh(self, both, k):
+            s = activation(both).matmul(-self.Va.weight[0].abs()) / temperature
+            w = s.masked_fill(k[..., 0] > 0, -1e4).softmax(-1)
+            return torch.bmm(w.unsqueeze(1), k).squeeze(1), w
+
+    return Filled
+
+
 def doubled(function):
     return lambda *given: [2 * x for x in function(*given)]
 
@@ -596,6 +608,8 @@ patched_look = in_turn(as_is, lambda m: setattr(m.kind, "look", doubled(Att.look
 patched_forward = in_turn(as_is, lambda m: setattr(m.kind, "forward", doubled(Att.forward)))
 modes = [lambda _, on=on: torch.set_grad_enabled(on) for on in (True, False, True, False)]
 thawed = [lambda m, on=on: m.Ua.requires_grad_(on) for on in (True, False, True, False)]
+
+grown = in_turn(as_is, lambda m: m.Va.weight.data.mul_(1e6))
 renormed = as_is, lambda m: m.Va.weight_g.data.mul_(2), lambda m: m.float().double()
 dtypes = [lambda m, d=d: m.to(d).zero_grad() for d in (F64, torch.float32, torch.bfloat16, F64)]
 for name, told, *more in (
@@ -610,6 +624,8 @@ for name, told, *more in (
     ("a later branch with a function", in_turn(*thawed, n=CALLS), Late),
     ("a norm", in_turn(*renormed), changed(lambda m: setattr(m, "Va", weight_norm(m.Va)))),
     ("a hook", in_turn(as_is, lambda m: m.Ua.register_forward_hook(lambda _, __, o: 2 * o), as_is)),
+    ("low scores of relu", grown, filled(torch.relu, 1.0)),
+    ("low scores of tanh", grown, filled(torch.tanh, 1e-2)),
     ("a method of the instance", patched),
     ("a method", patched_look, fresh),
     ("forward", patched_forward, fresh),
