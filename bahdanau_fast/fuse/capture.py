@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import logging
+import warnings
 import weakref
 from types import FunctionType
 from typing import Any
@@ -33,8 +36,15 @@ _OPTIONS = {
     "optimize_ddp": False,
 }
 _GRAPHS, _ALWAYS = 12, 32
+_TOO_MANY = "its calls are of more kinds than are captured"
 # Of what torch captures in parts alone.
 _IN_PARTS = Unsupported, UserError, GuardOnDataDependentSymNode
+# Who compiles the same code has graphs of his own, in versions of torch that can have both.
+_apart = inspect.signature(torch.compile).parameters.keys() & {"isolate_recompiles"}
+# That a forward has enough graphs is said in the report.
+logging.getLogger("torch._dynamo.convert_frame").addFilter(
+    lambda message: __file__ not in message.getMessage()
+)
 
 
 _numbers = itertools.count()
@@ -46,7 +56,14 @@ class _Way:
     def __init__(self, module: Any, record: Record, forward: Any) -> None:
         self.facts, self._record, self._forward = ModuleFacts(module), record, forward
         self.fresh = True  # the next call may compile
+        self.graphs = 0
         self.compile(whole=True)
+
+    @property
+    def limit(self) -> int:
+        """So many graphs it may have."""
+        limit = _ALWAYS if self._record.shared.always else _GRAPHS
+        return limit if self.whole else 2 * limit
 
     def compile(self, whole: bool) -> None:
         """As one graph, or in parts, where the whole cannot be captured."""
@@ -60,14 +77,15 @@ class _Way:
         fresh = FunctionType(run.__code__.replace(co_name=f"run_{next(_numbers)}"), *rest)
         # The compiler keeps its backends for ever.
         by = functools.partial(rewrite, record=weakref.ref(self._record), whole=whole)
-        self._compiled: Any = torch.compile(fresh, backend=by, fullgraph=whole)
+        apart: Any = {"isolate_recompiles": True, "recompile_limit": self.limit} if _apart else {}
+        self._compiled: Any = torch.compile(fresh, backend=by, fullgraph=whole, **apart)
 
     def call(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Call a module by what was compiled, or is."""
         if not self.fresh:
             return self._compiled(module, *args, **kwargs)
-        limit = _ALWAYS if self._record.shared.always else _GRAPHS
-        with config.patch({**_OPTIONS, "recompile_limit": limit}):  # which takes some microseconds
+        options = {**_OPTIONS, "recompile_limit": self.limit}
+        with config.patch(options):  # which takes some microseconds
             return self._compiled(module, *args, **kwargs)
 
 
@@ -98,17 +116,20 @@ class Capture:
             if not way.whole:
                 raise
             # While the whole was captured: nothing has run.
-            if way.fresh and not isinstance(error, _IN_PARTS):
+            if way.fresh and not (isinstance(error, _IN_PARTS) and _may_warn()):
                 return self._refuse(error, module, forward, args, kwargs)
             if way.fresh:
                 way.compile(whole=False)
             way.fresh = True
             return self(module, forward, args, kwargs)
         way.fresh = record.compiled > compiled
+        way.graphs += record.compiled - compiled
         self._calls += 1
         graphs = record.compiled or self._calls
         if not record.choices and graphs >= _EMPTY:
             record.leave("", "no additive attention in what torch's compiler captured", True)
+        elif not way.whole and way.graphs >= way.limit:
+            record.leave("", _TOO_MANY, True)
         elif not way.fresh and record.choices and not any(c.pays for c in record.choices):
             record.rest(args)
         return result
@@ -129,8 +150,17 @@ class Capture:
         self._refused.add(_kind(module, args, kwargs))
         line = str(error).strip().partition("\n")[0]
         why = f"torch's compiler leaves some of its calls: {type(error).__name__}: {line}"
+        why = _TOO_MANY if isinstance(error, FailOnRecompileLimitHit) else why
         self.record.leave("", why, len(self._refused) > _REFUSED)
         return forward(module, *args, **kwargs)
+
+
+def _may_warn() -> bool:
+    """Whether torch's compiler may warn of what it leaves out of graphs, and goes on."""
+    return not any(
+        action == "error" and issubclass(UserWarning, category)
+        for action, _, category, *_ in warnings.filters
+    )
 
 
 def _kind(module: Any, args: Any, kwargs: Any) -> Any:

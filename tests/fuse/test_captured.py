@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +217,44 @@ def test_a_choice_is_made_by_time_and_made_again(monkeypatch):
     before, kind.due = kind.times, 0.0
     module(*given)
     assert kind.times is not before
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_calls_of_too_many_kinds_run_as_written_and_others_compile_them(parts, monkeypatch, caplog):
+    def way(m, q, k, n):
+        if parts and float(q.sum()) > 1e9:
+            return None
+        for _ in range(n):
+            k = k.sin()
+        return weigh(m.scores(q, k), k)
+
+    monkeypatch.setattr(capture, "_ALWAYS", 4)
+    plain, (q, k, _) = Plain(way), drawn()
+    module = copy.deepcopy(plain)
+    report = bf.fuse(module, always=True)
+    for n in range(11):
+        same(module(q, k, n), plain(q, k, n))
+    assert {entry.text.partition("; ")[2] for entry in report.entries} == {capture._TOO_MANY}
+    graphs = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        torch.compile(plain, backend=lambda graph, _: graphs.append(graph) or graph)(q, k, 2)
+    assert graphs
+    assert "recompile_limit" not in caplog.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_captured_in_parts_where_warnings_are_errors():
+    text = pickle.dumps(2.0)
+
+    def way(m, q, k, mask):
+        q = q if float(q.sum()) > 1e9 else q * pickle.loads(text)
+        return weigh(m.scores(q, k), k)
+
+    plain = Plain(way)
+    module = copy.deepcopy(plain)
+    bf.fuse(module, always=True)
+    for seed in range(CALLS):
+        same(module(*drawn(seed)), plain(*drawn(seed)))
 
 
 NOTED = []
