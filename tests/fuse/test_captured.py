@@ -242,6 +242,14 @@ def test_calls_of_too_many_kinds_run_as_written_and_others_compile_them(parts, m
     assert "recompile_limit" not in caplog.text
 
 
+def test_others_compile_fused_modules_of_as_many_classes_as_plain_ones():
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            module = type("Own", (Plain,), {})(lambda m, q, k, mask: weigh(m.scores(q, k), k))
+            bf.fuse(module)
+            torch.compile(module, backend="eager", fullgraph=True)(*drawn())
+
+
 @pytest.mark.filterwarnings("error")
 def test_nothing_is_captured_in_parts_where_warnings_are_errors():
     text = pickle.dumps(2.0)
