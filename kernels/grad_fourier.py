@@ -174,7 +174,7 @@ def grad_fourier_kernel(
             g = load_gradients(grads, g_other, r, R, first, O, ROWS_ARE_KEYS, BLOCK_O)
             squares += g.to(tl.float32) * g.to(tl.float32)
         least = sum_of(squares) * tl.sum(w * w) * (LEAST * LEAST)
-        accurate = sum_of(slopes * w * (slopes * w)) >= least
+        accurate = sum_of(slopes * w * (slopes * w)) > least  # neither zero nor infinite
     if not accurate:
         slopes, tanhs = direct_sums(x, others, grads, inside, last, o_row, g_other, h, H, NATIVE)
     if out is not None:

@@ -53,6 +53,15 @@ def test_tiles_that_seem_right(kind, hidden, weight, dtype, by_fourier):
     check(case_of(kind, dtype, **sizes, far_weight=weight), dtype)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e30])
+def test_tiles_that_seem_right_of_gradients_of_any_size(size, monkeypatch):
+    monkeypatch.setattr(plans, "pays_by_fourier", lambda *_: True)
+    sizes = {"B": 1, "Tq": 18, "Tk": 20, "H": 3, "Dq": 3, "Dk": 3, "Dv": 3}
+    case = case_of("all 8.0", torch.bfloat16, **sizes)
+    case.scale = {**case.scale, "context": size, "weights": size}
+    check(case, torch.bfloat16)
+
+
 # |a + c| where: four denominators are multiplied, or two; 2^(2 z / log 2) is held; fp32's tanh near
 # zero is a polynomial; and the table of queries overflows.
 FOUR, TWO, HELD, POLYNOMIAL, TABLE = 10.7, 21.4, 31 * math.log(2) / 2, 0.6, 128 * math.log(2) / 2
