@@ -143,12 +143,12 @@ def row_scores(
     elif PRECISE:
         s = tl.sum(tl.fma(tanh_precise(c + a), w + zero, zero), axis=1)
     else:
-        x = 1.0 + held(c * TWO_LOG2_E + a * TWO_LOG2_E)
+        x = held(c * TWO_LOG2_E + a * TWO_LOG2_E) * 2.0**-16 + 2.0**-16  # in range, whatever w
         x0, x1, x2, x3 = four_of(x, BLOCK_K, BLOCK_H)
-        w0, w1, w2, w3 = four_of(w, 1, BLOCK_H)
+        w0, w1, w2, w3 = four_of(w * 2.0**-48, 1, BLOCK_H)
         # Not sum(w) alone: warps that hold the same row may add it up to other last bits.
         shared = sum_of_four(x0, x1, x2, x3, w0, w1, w2, w3, NATIVE)
-        s = tl.sum((w0 + w1) + (w2 + w3) - 2.0 * shared, axis=1)
+        s = tl.sum((w0 + w1) + (w2 + w3) - 2.0**-15 * shared, axis=1) * 2.0**48
     return s
 
 

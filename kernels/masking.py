@@ -17,10 +17,7 @@ def load_valid_len(lens, offset, Tk, real=None):
         length = tl.load(lens + offset, mask=real)
         if length.dtype.is_floating():
             length = tl.ceil(length.to(tl.float64))
-            valid_len = tl.where(length > 0, tl.minimum(length, Tk * 1.0), 0.0)  # NaN: no key
-        else:
-            length = length.to(tl.int64)
-            valid_len = tl.where(length > 0, tl.minimum(length, Tk), 0)
+        valid_len = tl.where(length > 0, tl.minimum(length, Tk), 0)  # NaN: no key
     return valid_len.to(tl.int32)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .elementary import TWO_LOG2_E, four_of, held, near_zero, product, reciprocal, sum_of
 from .masking import load_valid_len
-from .tiles import VARYING, load_row, load_stored, program_blocks
+from .tiles import VARYING, load_row, load_stored, power_of, program_blocks, store_tile
 
 # Terms are stored times this, so that fp16 has them to 2^-29 in full, and to 2^-39 in part.
 UNIT = tl.constexpr(2.0**15)
@@ -93,8 +93,7 @@ def weigh_choices(w_v, out, scale, first, H, quads, BLOCK_U: tl.constexpr):
     for h0 in range(0, H, 512):
         w = load_row(w_v, h0 + tl.arange(0, 512), H)
         most = tl.maximum(most, tl.maximum(w * 4.0, w * -4.0))
-    largest = tl.minimum(tl.maximum(tl.max(tl.max(most, axis=1), axis=0), 1e-30), 1e30)
-    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+    power = power_of(tl.minimum(most, 1e30)) * 2.0
     squares = tl.zeros([1, 512], tl.float32)
     for h0 in range(0, H, 512):
         w = load_row(w_v, h0 + tl.arange(0, 512), H) / power
@@ -196,7 +195,7 @@ def rational_scores_kernel(
     column, query_block, b = program_blocks(tl.cdiv(Tk, BLOCK_K) * splits, tl.cdiv(Tq, BLOCK_Q))
     split, k0 = column % splits, column // splits * BLOCK_K
     i, j = query_block * BLOCK_Q + tl.arange(0, BLOCK_Q), k0 + tl.arange(0, BLOCK_K)
-    real, inside = i < Tq, j < Tk
+    real = i < Tq
     valid_len = load_valid_len(lens, b * lens_batch + i.to(tl.int64) * lens_row, Tk, real)
     valid_len = tl.where(real, valid_len, 0)
     if k0 >= tl.max(valid_len, axis=0):
@@ -232,6 +231,5 @@ def rational_scores_kernel(
         total, least = wide_scores(q_rows, k_rows, w_v, power, first, end, H, PRECISION, NATIVE)
         if not is_accurate(total, least, valid, power, size, share / 32, LEAST_WIDE, most, RAW):
             total = direct_scores(q_rows, k_rows, w_v, power, first, end, H, NATIVE)
-    row = (b * Tq + query_block * BLOCK_Q) * splits + split
-    at = tl.arange(0, BLOCK_Q)[:, None] * (splits * Tk) + j[None, :]
-    tl.store(scores + row * Tk + at, total * power, mask=real[:, None] & inside[None, :])
+    rows = scores + ((b * Tq + i) * splits + split) * Tk
+    store_tile(rows, real, j, Tk, total * power)

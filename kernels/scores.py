@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .elementary import NEAR_FOUR, SMALL, TANH, act, largest_of, of_tile, sum_of_four, tanh_precise
 from .masking import load_valid_len
-from .tiles import VARYING, program_blocks, two_rows, two_tiles
+from .tiles import VARYING, power_of, program_blocks, two_rows, two_tiles
 
 
 @triton.jit
@@ -62,8 +62,7 @@ def scores_kernel(
     j = k0 + tl.arange(0, BLOCK_K)
     inside = j < Tk
     key_rows = keys + b * k_batch + j.to(tl.int64) * k_row
-    last = tl.minimum(first + BLOCK_Q, Tq)
-    for h0 in range(0, H, 4 * BLOCK_H):
+    for h0 in range(0, tl.maximum(H, 1), 4 * BLOCK_H):  # scores of no units are zero
         h = h0 + tl.arange(0, BLOCK_H)
         upper = h + 2 * BLOCK_H
         w0, w1 = two_rows(w_v, h, H)
@@ -76,7 +75,9 @@ def scores_kernel(
             small = most <= SMALL  # any query is valid then
             c0, c1 = of_tile(c0, small), of_tile(c1, small)
             c2, c3 = of_tile(c2, small), of_tile(c3, small)
-        for query in range(first, last):
+            power = power_of(tl.abs(w0) + tl.abs(w1) + tl.abs(w2) + tl.abs(w3))  # in fp32's range
+            w0, w1, w2, w3 = w0 / power, w1 / power, w2 / power, w3 / power
+        for query in range(first, tl.minimum(first + BLOCK_Q, Tq)):
             if k0 < load_valid_len(lens, lengths + tl.cast(query, tl.int64) * lens_row, Tk):
                 row = b * Tq + query
                 out = scores + row * Tk + j
@@ -93,6 +94,7 @@ def scores_kernel(
                 elif small or tl.load(query_max + row) + most <= NEAR_FOUR:
                     e = query_table + row * H + tl.where(small, second, 0)
                     part = table_scores(e, c0, c1, c2, c3, w0, w1, w2, w3, small, h, H, NATIVE)
+                    part *= power
                 else:
                     part = direct_scores(a, key_rows, inside, w_v, h0, H, BLOCK_H)
                 tl.store(out, before + part, mask=inside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementary import exp_twice, tanh_precise
+from .elementary import exp_twice, largest_of, tanh_precise
 
 # Numbers by which no kernel is compiled anew.
 VARYING = [
@@ -67,6 +67,13 @@ def store_tile(rows, inside, h, H, value):
 
 
 @triton.jit
+def power_of(x):
+    """The power of two in max|x| of a tile, 2^-100 to 2^126: division by it does not round."""
+    largest = tl.minimum(tl.maximum(largest_of(x), 1e-30), 8.6e37)
+    return (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def two_rows(x, h, H):
     """Two neighbouring parts of one row."""
     return load_row(x, h, H), load_row(x, h + h.shape[0], H)
@@ -89,7 +96,7 @@ def store_two_tiles(rows, inside, h, H, value0, value1):
 def tables_kernel(
     x, table, largest, second, T, H, x_batch, x_row, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|; NaN where x has one.
+    """table[row] = exp(2 x[row]) in fp32 and largest[row] = max|x[row]|, infinite for NaN.
 
     From ``second`` on, tanh(x). An entry that is held is in a row whose maximum makes its readers
     take another path.
@@ -106,8 +113,5 @@ def tables_kernel(
         value = load_tile(source, inside, h, H)
         store_tile(entries, inside, h, H, exp_twice(value))
         store_tile(entries + second, inside, h, H, tanh_precise(value))
-        most = tl.maximum(most, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
-    # tl.max skips NaN; the sum does not.
-    nan = tl.sum(tl.where(most == most, 0, 1), axis=1)
-    result = tl.where(nan > 0, float("nan"), tl.max(most, axis=1))
-    tl.store(largest + row, result, mask=inside)
+        most = tl.maximum(most, tl.where(value == value, tl.abs(value), float("inf")))
+    tl.store(largest + row, tl.max(most, axis=1), mask=inside)

@@ -5,6 +5,8 @@ import re
 import parity
 import pytest
 import torch
+import triton
+import triton.language as tl
 from beside import as_exact
 from contract import FORMS, scattered
 from drawing import cases, drawn
@@ -18,6 +20,7 @@ from bahdanau_fast import reference, run
 from bahdanau_fast.backends.route import GPU_STEP_QUERIES
 from bahdanau_fast.backends.triton import call, launch
 from bahdanau_fast.kernels import plans
+from bahdanau_fast.kernels.masking import load_valid_len
 from bahdanau_fast.ops.dropout import dropout_factors
 
 DTYPES, SIZES = INTERPRETER.dtypes, INTERPRETER.sizes
@@ -79,6 +82,28 @@ def test_a_location_is_convolved_in_front():
 def test_splits_of_one_long_row(dtype):
     INTERPRETER.check(Case(B=2, Tq=1, Tk=497, H=20, Dv=33, lens=torch.tensor([351, 0])), dtype)
     INTERPRETER.check(Case(B=1, Tq=3, Tk=300, H=7, Dv=130), dtype, called)
+
+
+def test_without_hidden_units_all_keys_weigh_alike():
+    x, v = torch.zeros(1, 18, 0, device=parity.DEVICE), torch.rand(1, 18, 2, device=parity.DEVICE)
+    context, weights = bf.additive_attention(x, x, v, None, None, x[0, 0], backend="triton")
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / 18))
+    torch.testing.assert_close(context, v.mean(1, keepdim=True).expand_as(context))
+
+
+@triton.jit
+def counted_kernel(lens, out, Tk):
+    tl.store(out, load_valid_len(lens, 0, Tk))
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(2**63, torch.uint64), (3e7, torch.float32)], ids=str
+)
+def test_lengths_that_another_dtype_does_not_have(length, dtype):
+    lens, out = torch.tensor([length], dtype=dtype), torch.zeros(1, dtype=torch.int32)
+    lens, out = lens.to(parity.DEVICE), out.to(parity.DEVICE)
+    counted_kernel[1,](lens, out, 2**24 + 1)
+    assert out.tolist() == [2**24 + 1]
 
 
 def test_splits_of_rows_far_apart(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 from near import Near, of_saturated
 from projected import PROJECTIONS, case_of
 
+import bahdanau_fast as bf
 from bahdanau_fast.kernels import elementary, plans
 
 HALF = (torch.bfloat16, torch.float16)
@@ -89,6 +90,18 @@ def test_these_are_the_places():
     values = (elementary.NEAR_FOUR, elementary.NEAR_TWO, elementary.SMALL)
     assert tuple(constant.value for constant in values) == (FOUR, TWO, SMALL)
     assert elementary.LARGEST.value * math.log(2) / 2 == HELD
+
+
+@pytest.mark.parametrize("size", [1e12, 3e38])
+@pytest.mark.parametrize(("queries", "dtype"), [(17, torch.float32), (2, torch.bfloat16)], ids=str)
+def test_the_largest_w_v(queries, dtype, size):
+    # Of the first key four denominators are nearly as large as they can be.
+    inputs = torch.full((1, queries, 64), FOUR / 2 - 0.01), torch.empty(1, 3, 64), torch.zeros(64)
+    a, keys, w_v = (x.to(parity.DEVICE, dtype) for x in inputs)
+    keys.copy_(a[0, :1] * torch.tensor([[1.0], [-1.0], [0.0]], device=parity.DEVICE))
+    w_v[0] = size
+    _, weights = bf.additive_attention(a, keys, keys, None, None, w_v, backend="triton")
+    assert weights.tolist() == [[[1.0, 0.0, 0.0]] * queries]
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
