@@ -88,16 +88,20 @@ def test_magnitudes(queries, scale):
             kernels(FP32).check(Case(**{**sizes, "B": 3}, scale={name: scale}), FP32)
 
 
-@pytest.mark.parametrize("size", [1e14, 1e20, 3e37])
+@pytest.mark.parametrize("size", [1e14, 1e20, 3e37, 3.3e38])
 @pytest.mark.parametrize("queries", [1, 6, 16])
 def test_the_largest_w_v(queries, size):
-    """Where tanh is one: the scores of the three keys are 8, -8 and 0 times w_v."""
-    keys = torch.tensor([30.0, -30.0, 0.0]).reshape(1, 3, 1).expand(1, 3, 8).bfloat16()
+    """Where tanh is one: the scores of the three keys are 8, -8 and 0 times w_v, or once that."""
+    keys = torch.tensor([30.0, -30.0, 0.0]).reshape(1, 3, 1).repeat(1, 1, 8).bfloat16()
+    if size > 1e38:
+        keys[..., 1:] = 0.0
     a, w_v = torch.zeros(1, queries, 8).bfloat16(), torch.full((1, 8), size).bfloat16()
     values = torch.tensor([2.0, 3.0, 5.0]).reshape(1, 3, 1).bfloat16()
     context, weights = kernels(BF16).attend(4, a, keys, values, w_v, None)
     assert weights.tolist() == [[[1.0, 0.0, 0.0]] * queries]
     assert context.tolist() == [[[2.0]] * queries]
+    least, _ = kernels(BF16).attend(4, a, keys[:, 1:2], values[:, 1:2], w_v, None)
+    assert least.tolist() == [[[3.0]] * queries]
     if queries > 4:
         return
     eye = torch.eye(8).bfloat16()

@@ -59,7 +59,7 @@ struct DecodeTask : DecodeBlock<T, QT, floats, vectors> {
     }
     const float sum = warp_sums<N>(sums, lane);
     if constexpr (sizeof(T) != 2) return sum;
-    return 2.0f * (half_w - (exponentials ? 1.0f / kSmallW : kShrunk / kSmallW) * sum);
+    return 2.0f / kSmallW * (half_w - (exponentials ? 1.0f : kShrunk) * sum);
   }
 
   // All keys of the warp, into the scores and the warp's part of the context.

@@ -20,7 +20,7 @@ struct DecodeBlock {
   const T *next_key, *next_value;  // where the lane copies from next
   int n, columns, lane, warp;      // n keys in the split; columns of the values in the group
   int keys = 0;                    // that a query sees, of those
-  float half_w = 0;                // half the sum of w
+  float half_w = 0;                // half the sum of w, as score() takes it
 
   __device__ explicit DecodeBlock(const DecodeForward& all)
       : d(all), p(all.p), sizes(all.layout), smem{all.layout} {
@@ -175,9 +175,9 @@ struct DecodeBlock {
             QT == 1 && d.w_q != nullptr ? smem.queries[index] : widen(read_only(rows[q] + index));
         a[q] = q <= last && h < units ? a[q] : 0.0f;
       });
-      smem.w[h] = sizeof(T) == 2 ? kSmallW * x : x;
-      sum_w += x;
       largest_w = larger_or_nan(largest_w, fabs(x));
+      smem.w[h] = sizeof(T) == 2 ? kSmallW * x : x;
+      sum_w += smem.w[h];
       unrolled<QT>([&](int q) {
         smem.queries[q * sizes.width + h] = sizeof(T) == 2 ? 2.0f * kLog2e * a[q] : a[q];
         largest = larger_or_nan(largest, fabs(a[q]));

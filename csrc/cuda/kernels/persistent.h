@@ -35,7 +35,7 @@ struct PersistentBlock {
   float *const query = floats_at(plan.vectors), *const w = query + p.H;
   float *const grad_context = w + p.H, *const scores = floats_at(plan.scores);
   float* const weights = scores + p.Tk;
-  float half_w = 0;  // half the sum of w
+  float half_w = 0;  // half the sum of w, scaled as the scores take it
   GroupBarrier group;
 
   template <class Direction>
@@ -128,7 +128,7 @@ struct PersistentBlock {
       const float x = widen(read_only(in(p.w) + h));
       w[h] = scaled ? kSmallW * x : x;
     }
-    for (int h = lane; h < p.H; h += kWarp) sum += widen(read_only(in(p.w) + h));
+    for (int h = lane; h < p.H; h += kWarp) sum += kSmallW * widen(read_only(in(p.w) + h));
     half_w = 0.5f * warp_sum(sum);
     for (int s = 0; plan.resident && s < plan.sentences; ++s) {
       const int b = row_of_sentence(s);

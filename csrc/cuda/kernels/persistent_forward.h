@@ -105,7 +105,7 @@ struct PersistentForwardTask : PersistentBlock<T> {
           add_four<T, false>(query, key, w, sum);
         },
         [&](int j, float sum) {
-          const float score = 2.0f * (this->half_w - kShrunk / kSmallW * sum);
+          const float score = 2.0f / kSmallW * (this->half_w - kShrunk * sum);
           this->scores[j] = valid_len == 0 ? 0.0f : sees(p, b, 0, j) ? score : -INFINITY;
         });
     __syncthreads();

@@ -33,8 +33,8 @@ template <class T>
 __device__ __forceinline__ float over(float x, float sum) {
   return sizeof(T) == 2 ? x * reciprocal(sum) : x / sum;
 }
-// The largest score of none.
-constexpr float kLowest = -3.0e38f;
+// The largest score of none: the lowest finite one.
+constexpr float kLowest = -3.40282347e38f;
 
 // fp32 range, absolute error 1.2e-7, relative 4e-7; relative 2e-7 below 0.6.
 __device__ __forceinline__ float tanh_of(float x) {
