@@ -198,7 +198,7 @@ def test_every_kind_of_model_trains_and_translates(data, tmp_path, capsys, optio
 
 
 def test_made_up_dates_are_the_default(tmp_path, capsys):
-    out, _ = said(capsys, "train", "--out", tmp_path, *TINY, "--limit", "300")
+    out, _ = said(capsys, "train", "--out", tmp_path, *TINY, "--limit", "300", "--seed", 2**65)
     assert "characters to characters" in out
     out, _ = said(capsys, "evaluate", tmp_path, "--split", "validation", "--json", "--beam", "1")
     figures = json.loads(out)

@@ -177,7 +177,7 @@ def batches(pairs: Pairs, batch_size: int, seed: int, epoch: int = 0) -> Iterato
         Batches of at most ``batch_size`` pairs, as wide as their longest text.
     """
     checks.positive_int("batch_size", batch_size)
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**64)
     order = torch.randperm(len(pairs), generator=generator)
     widest = pairs.tensors.target.shape[1] + 1
     lens = pairs.tensors.source_lens * widest + pairs.tensors.target_lens

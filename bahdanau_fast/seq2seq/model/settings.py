@@ -83,7 +83,7 @@ def build_model(vocabs: Vocabs | Pairs, settings: Settings) -> EncoderDecoder:
     both: dict[str, Any] = {"embed_dropout": settings.embed_dropout}
     decoder: StepDecoder
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed % 2**64)
         bidirectional, source = settings.bidirectional, len(vocabs.source_vocab)
         encoder = Seq2SeqEncoder(source, *args, bidirectional=bidirectional, packed=True, **both)
         if settings.attention == "none":
