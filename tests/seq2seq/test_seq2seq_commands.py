@@ -254,7 +254,7 @@ def test_evaluate(model, data, capsys):
 
 
 def test_plot(model, tmp_path, capsys):
-    picture, curve = tmp_path / "a.png", tmp_path / "loss.png"
+    picture, curve = tmp_path / "a", tmp_path / "loss.png"
     out, err = said(capsys, "plot", model, "Go run 们!", "Wait go 2!", "--out", picture)
     assert out == f"wrote {picture}\n"
     assert ("no font here draws 们" in err) != plots.drawable("们")

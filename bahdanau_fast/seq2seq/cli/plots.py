@@ -85,7 +85,8 @@ def _label(token: str) -> str:
 
 def save(figure: Any, path: str | Path) -> None:
     """Write a PNG, or the format of the suffix."""
-    figure.savefig(path, facecolor="white")
+    # Without a format matplotlib would append one, to a file that nobody named.
+    figure.savefig(path, facecolor="white", format=Path(path).suffix[1:] or "png")
 
 
 def show_heatmaps(
