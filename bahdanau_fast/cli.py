@@ -26,11 +26,16 @@ class _Parser(argparse.ArgumentParser):
 
     commands: Sequence[str] = ()  # of the top-level parser
     arguments: Sequence[str] = ()
+    mixed = False  # while parse_known_intermixed_args calls parse_known_args
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Report unknown options here: each command knows its own."""
+        """Report unknown options here: each command knows its own, in front of and behind words."""
+        if self.mixed:
+            return super().parse_known_args(args, namespace)
         self.arguments = sys.argv[1:] if args is None else list(args)
-        parsed, unknown = super().parse_known_args(args, namespace)
+        self.mixed = not self.commands and "--" not in self.arguments
+        parse = self.parse_known_intermixed_args if self.mixed else super().parse_known_args
+        parsed, unknown = parse(args, namespace)
         if unknown:
             self.error(f"unknown arguments: {' '.join(unknown)}")
         return parsed, unknown
@@ -99,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     script = "bahdanau-fast"
     parser = _Parser(
         prog=script if Path(sys.argv[0]).stem == script else "python -m bahdanau_fast",
-        description=bahdanau_fast.__doc__.split("\n")[0],
+        description=(bahdanau_fast.__doc__ or "").split("\n")[0],  # -OO: none
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,7 +15,7 @@ from bahdanau_fast.check import check, problems
 
 
 def test_info_in_a_fresh_process():
-    result = python("-W", "ignore", "-m", "bahdanau_fast", "info", path=ROOT)
+    result = python("-OO", "-W", "ignore", "-m", "bahdanau_fast", "info", path=ROOT)
     assert result.stderr == ""
     for text in (bahdanau_fast.__version__, torch.__version__, "auto takes", "reference"):
         assert text in result.stdout

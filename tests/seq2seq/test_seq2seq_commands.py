@@ -245,7 +245,7 @@ def test_evaluate(model, data, capsys):
     assert out.count(" -> ") == 10
     assert "tok:zh" in out
     assert err == "skipped 1 malformed line (line 1: no tab)\n"
-    out, _ = said(capsys, "evaluate", model, data, "--first", "5", "--json", "--samples", "2")
+    out, _ = said(capsys, "evaluate", model, "--first", "5", data, "--json", "--samples", "2")
     figures = json.loads(out)
     assert (figures["pairs"], figures["part"], len(figures["samples"])) == (5, "all", 2)
     assert figures["samples"][0]["source"] == "Go go 0!"
@@ -255,7 +255,7 @@ def test_evaluate(model, data, capsys):
 
 def test_plot(model, tmp_path, capsys):
     picture, curve = tmp_path / "a", tmp_path / "loss.png"
-    out, err = said(capsys, "plot", model, "Go run 们!", "Wait go 2!", "--out", picture)
+    out, err = said(capsys, "plot", model, "--out", picture, "Go run 们!", "Wait go 2!")
     assert out == f"wrote {picture}\n"
     assert ("no font here draws 们" in err) != plots.drawable("们")
     out, err = said(capsys, "plot", model, "--out", curve, "--json")
