@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,19 @@ from bahdanau_fast.memory.shapes import as_rows
 from bahdanau_fast.modules.attention_weights import keep, restored
 from bahdanau_fast.modules.base import Attention
 from bahdanau_fast.modules.layers import plain_dropout
+
+_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
+_FIRST = dict(query="queries", key="keys", value="values", valid_length="valid_lens")
+
+
+def _first_names_too(forward: _Forward) -> _Forward:
+    """Take arguments by the names that the course gave them first, too."""
+
+    @functools.wraps(forward)
+    def either(self: Any, *args: Any, **named: Any) -> Tensor:
+        return forward(self, *args, **{_FIRST.get(n, n): x for n, x in named.items()})
+
+    return either  # type: ignore[return-value]
 
 
 class DotProductAttention(Attention):
@@ -43,22 +58,23 @@ class DotProductAttention(Attention):
         self.dropout = nn.Dropout(dropout)
         self.need_weights = need_weights
 
+    @_first_names_too
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid_length: Tensor | None = None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
         *,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend to ``key`` and ``value``.
+        """Attend to ``keys`` and ``values``.
 
         Args:
-            query: (B,Tq,D), or a state (B,D). B may be any number of dimensions.
-            key: (B,Tk,D).
-            value: (B,Tk,Dv).
-            valid_length: None, (B,) or (B,Tq), also as a list.
+            queries: (B,Tq,D), or a state (B,D). B may be any number of dimensions.
+            keys: (B,Tk,D).
+            values: (B,Tk,Dv).
+            valid_lens: None, (B,) or (B,Tq), also as a list.
             mask: bool (B,Tk), or what broadcasts to (B,Tq,Tk), True where a query may look; with
                 lengths, both hold.
 
@@ -69,23 +85,23 @@ class DotProductAttention(Attention):
             TypeError: something is not a floating tensor, or dtypes differ.
             ValueError: ranks, sizes or devices do not fit together.
         """
-        rows, mask, shape = as_rows(query, key, value, valid_length, mask)
+        rows, mask, shape = as_rows(queries, keys, values, valid_lens, mask)
         if shape is not None:
             return restored(self, DotProductAttention.forward(self, *rows, mask=mask), shape)
-        query, key, value, valid_length = rows
-        checks.inputs(query, key, value, valid_length)
-        checks.features("key", key, query.shape[-1])
+        queries, keys, values, valid_lens = rows
+        checks.inputs(queries, keys, values, valid_lens)
+        checks.features("keys", keys, queries.shape[-1])
         if mask is not None:
-            mask = checks.as_mask(mask, query.shape[1], key)
+            mask = checks.as_mask(mask, queries.shape[1], keys)
         dropout_p = plain_dropout(self.dropout)
         if not self.need_weights and dropout_p is not None:
             keep(self, None)
-            visible = reference.visible(valid_length, mask, key.shape[1])
-            return _without_weights(query, key, value, visible, dropout_p)
-        scores = torch.bmm(query, key.transpose(1, 2)) / math.sqrt(query.shape[-1])
-        weights = reference.masked_softmax(scores, valid_length, mask)
+            visible = reference.visible(valid_lens, mask, keys.shape[1])
+            return _without_weights(queries, keys, values, visible, dropout_p)
+        scores = torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[-1])
+        weights = reference.masked_softmax(scores, valid_lens, mask)
         keep(self, weights if self.need_weights else None)
-        return torch.bmm(self.dropout(weights), value)
+        return torch.bmm(self.dropout(weights), values)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -317,7 +317,7 @@ LISTS = {
          lambda: additive(Q, ones(2, 5, 9), V)),
         (ValueError, r"^keys must have feature size 6 .*, got \(2, 5, 9\)",
          lambda: additive.memory(ones(2, 5, 9))),
-        (ValueError, r"^key must have feature size 4 .*, got \(2, 5, 9\)",
+        (ValueError, r"^keys must have feature size 4 .*, got \(2, 5, 9\)",
          lambda: dot(Q, ones(2, 5, 9), V)),
         (TypeError, r"^values must have the dtype of queries",  # of a call that projects in front
          lambda: Additive(64, 64, 64)(*ones(2, 8, 64, 64), ones(8, 64, 64).double())),

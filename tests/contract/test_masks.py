@@ -231,6 +231,8 @@ def test_dot_product_attention(mask, lens, need_weights):
     memories = dot.memory(k, v, lens, mask=mask), dot.memory(k, v, lens)
     for call in (
         lambda: dot(q, k, v, lens, mask=mask),
+        lambda: dot(queries=q, keys=k, values=v, valid_lens=lens, mask=mask),
+        lambda: dot(query=q, key=k, value=v, valid_length=lens, mask=mask),  # the first names
         lambda: dot.attend(q, memories[0]),
         lambda: dot.attend(q, memories[0], mask=mask),
         lambda: dot.attend(q, memories[1], mask=mask),
