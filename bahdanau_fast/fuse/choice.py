@@ -48,7 +48,9 @@ def _writes(node: fx.Node) -> bool:
 
 
 # Modules of functions that compute, and do nothing else.
-_PURE = r"(torch(?!\._ops)|torch\._ops\.(aten|prims|bahdanau_fast)|_operator|builtins|math|einops)\b"
+_PURE = (
+    r"(torch(?!\._ops)|torch\._ops\.(aten|prims|bahdanau_fast)|_operator|builtins|math|einops)\b"
+)
 
 
 def _acts(node: fx.Node) -> bool:
