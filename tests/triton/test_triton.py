@@ -149,7 +149,7 @@ def test_the_kernels_in_the_interpreter(chosen, least):
 @no_gpu
 @pytest.mark.thorough
 def test_compiled_code_launches_kernels():
-    assert passed("compiled", "not deep", TRITON_SERVES_CPU="1") >= 7
+    assert passed("compiled", "not deep", TRITON_SERVES_CPU="1") >= 6
 
 
 def passed(folder, chosen, **environment):
