@@ -79,7 +79,8 @@ def _class_of(original: Any) -> Any:
             if record.done and not record.calls:
                 put_back(self)
 
-    forward.__code__ = forward.__code__.replace()  # by which torch's compiler counts graphs
+    counted: Any = forward
+    counted.__code__ = counted.__code__.replace()  # by which torch's compiler counts graphs
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names}
     body |= {"forward": forward, "_original": original}
