@@ -21,7 +21,12 @@ from bahdanau_fast import checks
 from bahdanau_fast.memory.projected_keys import ProjectedKeys
 from bahdanau_fast.ops.attention import exp_keys, fingerprint
 from bahdanau_fast.ops.projection import linear, shared_linear
-from bahdanau_fast.ops.saved_tensors import BackwardToken, PendingBackwards, SavedTensors
+from bahdanau_fast.ops.saved_tensors import (
+    BackwardToken,
+    PendingBackwards,
+    SavedTensors,
+    versions,
+)
 from bahdanau_fast.ops.shared_gradients import SharedNode
 
 
@@ -114,7 +119,8 @@ class KeyCache:
 
     def __init__(self) -> None:
         self._entry: _Entry | None = None
-        self._last: weakref.ref[torch.UntypedStorage] | None = None  # of the keys of the last call
+        # The storage of the keys of the last call, and the versions of what projected them.
+        self._last: tuple[weakref.ref[torch.UntypedStorage], list[int | None]] | None = None
         self._keys_repeat = True  # optimistic: take fingerprints until keys fail to come back
 
     def lookup_or_project(
@@ -174,14 +180,15 @@ class KeyCache:
         if not _can_be_shared(keys, keys if weight is None else weight, bias, by_version):
             return None
         # A fingerprint, which reads the keys once, is taken of keys that are likely to return: the
-        # keys of the last call; or other ones, if the keys before them came more than once, as in
-        # a decoder's loop. A module whose keys come once pays for the first ones alone.
+        # keys of the last call, unless a counted write came between; or other ones, if the keys
+        # before them came more than once, as in a decoder's loop. A module whose keys come once, or
+        # once in each step of an optimizer, pays for the first ones alone.
         if not by_version:
-            storage, last = keys.untyped_storage(), self._last
-            again = last is not None and last() is storage
+            storage, last, now = keys.untyped_storage(), self._last, versions((keys, weight, bias))
+            again = last is not None and last[0]() is storage and last[1] == now
             expected, self._keys_repeat = again or self._keys_repeat, again
             if not again:
-                self._last = weakref.ref(storage)
+                self._last = weakref.ref(storage), now
             if not expected:
                 return None
         return Source.of(keys, weight, bias, backend, by_version)

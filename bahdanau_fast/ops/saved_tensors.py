@@ -82,7 +82,7 @@ class SavedTensors:
             t if t is not None and t.requires_grad else memory
             for t, memory in zip(tensors, self._memory, strict=True)
         )
-        self._versions = _versions(self._memory)
+        self._versions = versions(self._memory)
         self.on_release: Callable[[], None] | None = None
 
     @property
@@ -93,7 +93,7 @@ class SavedTensors:
     @property
     def is_current(self) -> bool:
         """Whether one more call may come to the node: neither freed nor modified."""
-        return not self.released and _versions(self._memory) == self._versions
+        return not self.released and versions(self._memory) == self._versions
 
     def get(self) -> Sequence[Tensor | None]:
         """The tensors, as autograd gives back saved ones; with their graph if it is recorded."""
@@ -102,7 +102,7 @@ class SavedTensors:
                 "Trying to backward through the attention's keys a second time, after what was "
                 "saved for it has been freed: give retain_graph=True to the first backward"
             )
-        now = _versions(self._memory)
+        now = versions(self._memory)
         for tensor, version, expected in zip(self._memory, now, self._versions, strict=True):
             if version != expected:
                 raise changed(tensor, expected)
@@ -121,7 +121,8 @@ class SavedTensors:
             self.on_release()
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
+def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """The version of each; None of none, and of a tensor of inference mode, which counts none."""
     return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
@@ -164,14 +165,14 @@ def saved_inputs(ctx: Any, operator: Any, nodes: Sequence[Any] | None) -> Sequen
     tensors: Sequence[Tensor | None] = ctx.saved_tensors  # raises after the graph was freed
     if ctx.saved_inputs is None:
         return tensors
-    inputs, memory, versions = ctx.saved_inputs
+    inputs, memory, expected = ctx.saved_inputs
     again = torch.is_grad_enabled()
     now = [None if t is None else t._version for t in memory]
-    if now != versions:
+    if now != expected:
         named = dict(zip(operator.inputs, memory, strict=True))
         edges = iter(ctx.next_functions if nodes is None else nodes)
         due = {n for n, t in named.items() if t is not None and will_run(next(edges)[0])}
-        for (name, t), before, after in zip(named.items(), versions, now, strict=True):
+        for (name, t), before, after in zip(named.items(), expected, now, strict=True):
             if before != after and (again or due.intersection(operator.needing(name, named))):
                 raise changed(t, before)
     return (*(inputs if again else memory), *tensors)
