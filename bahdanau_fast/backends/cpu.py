@@ -12,7 +12,7 @@ from bahdanau_fast.checks import TorchState
 
 # A call of up to so many multiplications in its projections is one operator, which saves nodes of
 # the graph in training; of pooling, which projects no queries, fewer pay there.
-ONE_OPERATOR_WORK, ONE_OPERATOR_WORK_TO_TRAIN, POOLED_WORK_TO_TRAIN = 1 << 17, 1 << 19, 1 << 18
+ONE_OPERATOR_WORK, ONE_OPERATOR_WORK_TO_TRAIN, POOLED_WORK_TO_TRAIN = 1 << 17, 1 << 20, 1 << 18
 # A step without gradients projects its queries in its operator, up to so many of them; or, where
 # they are narrow, up to so many multiplications.
 STEP_ROWS, STEP_WORK = 8, 1 << 20
