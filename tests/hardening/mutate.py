@@ -44,7 +44,7 @@ NARROW = {
     "csrc/cpu/op/fingerprint": ("tests/modules/test_key_cache.py", "tests/modules/test_ways.py"),
     "csrc/cpu/kernels/hash": ("tests/modules/test_key_cache.py", "tests/modules/test_ways.py"),
     "csrc/cpu/decoder": ("tests/cpu/test_decoding.py", "tests/cpu/test_greedy.py"),
-    "csrc/cpu/kernels/recurrent": ("tests/cpu/test_decoding.py", "tests/cpu/test_greedy.py"),
+    "csrc/cpu/kernels/recurrent": ("tests/modules/test_recurrent.py",),
     "csrc/cpu/kernels/sums/convolution": ("tests/modules/test_location.py",),
     "csrc/cpu/kernels/sums": ("tests/contract/test_general.py",),
     "csrc/cpu/op/location": ("tests/modules/test_location.py",),
